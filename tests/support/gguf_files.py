@@ -69,6 +69,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(codes[architecture], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    if architecture == "gpt-oss":
+        tensors = dict(taken_apart(tensors))
     for name, tensor in [*stack(tensors).items(), *rope_factors(raw), *extra_tensors]:
         module, kind = name.rsplit(".", 1)
         module = names.get_name(module) or module
@@ -77,7 +79,7 @@ def write_gguf(
             tensor = interleave_halves(tensor, heads[part])
         if architecture.startswith("gemma") and module.endswith("norm"):
             tensor = tensor + 1
-        is_matrix = tensor.dim() > 1 and part != "ffn_gate_inp" and not part.endswith("norm")
+        is_matrix = tensor.dim() > 1 and kind == "weight" and not part.endswith(("gate_inp", "norm"))
         stored = kinds.get(part, kinds[""]) if is_matrix else "F32"
         type_ = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(f"{module}.{kind}", encode(tensor, stored), raw_dtype=type_)
@@ -86,6 +88,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return min(folder.glob("model*.gguf"))
+
+
+def taken_apart(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """gpt-oss's experts with gates and ups apart, and outputs in front of inputs."""
+    for name, tensor in tensors.items():
+        name, is_bias, _ = name.partition("_bias")
+        kind = "bias" if is_bias else "weight"
+        if ".experts." not in name:
+            yield (f"{name}.weight" if name.endswith("sinks") else name), tensor
+            continue
+        tensor = tensor if is_bias else tensor.transpose(1, 2).contiguous()
+        if name.endswith("down_proj"):
+            yield f"{name}.{kind}", tensor
+        else:
+            for start, part in enumerate(("gate", "up")):
+                yield f"{name.replace('gate_up', part)}.{kind}", tensor[:, start::2].contiguous()
 
 
 def metadata_of_config(raw: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -183,7 +183,9 @@ class GGUFCheckpoint(Checkpoint):
         ]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)
-        return {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
+        experts = {each.quantisation.name for each in matrices if len(each.shape) == 3}
+        found = {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
+        return found | {"has_mxfp4_experts": experts == {"MXFP4"}}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
@@ -191,14 +193,16 @@ class GGUFCheckpoint(Checkpoint):
         for key in self.metadata:
             if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_KEYS:
                 raise ValueError(f"{key} is not supported")
-        for name in ("yarn_ext_factor", "yarn_attn_factor"):  # written by converters, not read by llama.cpp
-            if (value := self._number(f"rope.scaling.{name}", 1.0, kind=float)) != 1:
-                raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise ValueError(f"rope.scaling.type {kind!r} is not known; known: linear, yarn")
         older = self._number("rope.scale_linear", 0.0, kind=float)
         factor = self._number("rope.scaling.factor", older, kind=float) or 1.0
+        # Written by converters, not read by llama.cpp. The second may say what follows from the factor.
+        for name, own in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 0.1 * math.log(abs(factor)) + 1)):
+            value = self._number(f"rope.scaling.{name}", 1.0, kind=float)
+            if value != 1 and not math.isclose(value, own, rel_tol=1e-5):
+                raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
         scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             original = self._number("rope.scaling.original_context_length", self._number("context_length"))

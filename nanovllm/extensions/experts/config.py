@@ -23,6 +23,7 @@ class ExpertsConfig:
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: Collection[int] = ()
+    is_stored_apart: bool = False  # each expert's matrices, where else one tensor has all
 
     def __post_init__(self) -> None:
         check_size("num_experts", self.num_experts, MAX_EXPERTS)
@@ -45,4 +46,5 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
     own = {"moe_intermediate_size": values["intermediate_size"]}
     own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
     own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
-    return ExpertsConfig(**own)
+    format = values.get("quantization_config") or {}
+    return ExpertsConfig(**own, is_stored_apart=format.get("quant_method") == "gguf")

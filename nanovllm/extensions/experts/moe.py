@@ -95,7 +95,7 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj"):
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
             downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
-        linear = JointLinear if is_joint else StackedLinear
+        linear = JointLinear if is_joint and not config.is_stored_apart else StackedLinear
         self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
     @property
@@ -142,8 +142,14 @@ class StackedLinear(LinearBase):
         return {
             f"{parent}.{source}.{inner}": each._replace(load=functools.partial(_load, each.load, shard))
             for source, shard in self.shards.items()
-            for inner, each in self.matrix.stored.items()
+            for inner, each in self.with_bias().items()
         }
+
+    def with_bias(self) -> dict[str, StoredTensor]:
+        """What checkpoints have of it."""
+        if self.bias is None:
+            return self.matrix.stored
+        return self.matrix.stored | {"bias": StoredTensor(functools.partial(_fill, self.bias))}
 
 
 def _fill(param: nn.Parameter, loaded_weight: torch.Tensor, shard: Shard) -> None:
@@ -164,11 +170,9 @@ class JointLinear(StackedLinear):
         return [name]
 
     def stored_tensors(self, name: str) -> dict[str, StoredTensor]:
-        stored = self.matrix.stored
-        if unknown := stored.keys() - {"weight", "blocks", "scales"}:
+        stored = self.with_bias()
+        if unknown := stored.keys() - {"weight", "blocks", "scales", "bias"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
-        if self.bias is not None:
-            stored = stored | {"bias": StoredTensor(functools.partial(_fill, self.bias))}
         return {
             name if inner == "weight" else f"{name}_{inner}": each._replace(
                 load=functools.partial(self._load_each, each.load, inner == "weight")

@@ -68,7 +68,9 @@ class Phi3(GGUFModel):
             scaling: Fields = {"rope_type": "longrope", "original_max_position_embeddings": trained}
             scaling["attention_factor"] = number("rope.scaling.attn_factor", 1.0, float)
             for kind in ("long", "short"):
-                scaling[f"{kind}_factor"] = stored[f"rope_factors_{kind}.weight"][:].tolist()
+                if (name := f"rope_factors_{kind}.weight") not in stored:
+                    raise ValueError(f"it has no tensor {name}")
+                scaling[f"{kind}_factor"] = stored[name][:].tolist()
             found |= {"rope_scaling": scaling, "original_max_position_embeddings": trained}
         return found
 

@@ -2,11 +2,14 @@
 some layers.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
-from nanovllm.extensions.models.config import DecoderConfig
+from nanovllm.extensions.models.config import DecoderConfig, Fields
 from nanovllm.extensions.models.decoder import Decoder
 from nanovllm.layers.linear import Shard, own_part
 
@@ -31,6 +34,17 @@ class GptOssForCausalLM(Decoder):
     has_joint_experts = True
     packed_modules_mapping = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
     packed_modules_mapping["router"] = ("gate", None)
+
+    gguf_name = "gpt-oss"
+
+    @staticmethod
+    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
+        return {
+            "num_experts": number("expert_count"),
+            "num_experts_per_tok": number("expert_used_count"),
+            "sliding_window": number("attention.sliding_window"),
+            "rope_scaling": ROPE | (raw["rope_scaling"] or {}),
+        }
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)

@@ -24,6 +24,7 @@ from torch import Tensor
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
+from nanovllm.extensions.quantised.mxfp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
@@ -46,13 +47,20 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def read_gguf(config: dict[str, Any]) -> Scheme:
-    """All layers are loaded by `GGUF` where its products are fast, else none."""
+    """
+    All layers are loaded by `GGUF` where its products are fast, else none; but experts in MXFP4, which has
+    kernels of its own, always stay so.
+    """
     on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
     dtypes = {torch.bfloat16, torch.float16} if on_gpu else {torch.bfloat16}
     is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
     # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
     has_room = not on_gpu and 4 * config.get("num_weights", 0) <= host_memory() // 2
-    return same_for_all(Format(GGUF, {"keeps_weight": has_room}), lambda name: not is_fast)
+    format, experts = Format(GGUF, {"keeps_weight": has_room}), Format(Mxfp4Blocks, {})
+    if not config.get("has_mxfp4_experts"):
+        return same_for_all(format, lambda name: not is_fast)
+    others = format if is_fast else None
+    return Scheme([format, experts], lambda name: experts if ".experts." in name else others)
 
 
 def host_memory() -> int:

@@ -6,8 +6,10 @@ OCP's Microscaling Formats specification.
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from nanovllm.extensions.quantised.gguf_blocks import nibbles
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     E2M1,
@@ -85,3 +87,23 @@ class Mxfp4(ScaledWeight):
         numbers = torch.tensor(E2M1, device=values.device)
         sizes = torch.bucketize(values.abs(), (numbers[1:] + numbers[:-1]) / 2)
         return sizes + 8 * (values < 0)
+
+
+class Mxfp4Blocks(Mxfp4):
+    """
+    Of GGUF files, whose `weight` has blocks of a scale and the codes of 32 inputs: of a byte, the low half is
+    one of the first 16, the high half one of the others.
+    """
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards)
+        self.stored = {"weight": StoredTensor(self._load)}
+
+    def _load(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, shard.shape)
+        if not hasattr(loaded, "encoded"):
+            raise ValueError("is MXFP4, which no adapter can change")
+        encoded = torch.from_numpy(np.array(loaded.encoded)).to(self.weight.device)
+        blocks = encoded.unflatten(1, (-1, 1 + GROUP // 2))
+        self.set_codes(shard.place, nibbles(blocks[..., 1:]).flatten(1)[shard.rows, shard.columns])
+        self._load_exponents(blocks[..., 0], shard)

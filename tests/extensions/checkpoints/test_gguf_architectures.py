@@ -1,14 +1,25 @@
 """GGUF files of architectures that transformers builds: greedy tokens as by transformers itself."""
 
+import math
+
 import pytest
-from gguf_files import write_gguf
+import torch
+from gguf_files import placed, write_gguf
 from gguf_packer import decode, encode
+from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers_checkpoints import assert_answers_as_transformers, make
 
+from nanovllm import LLM
+from nanovllm.assembly import build_model
+from nanovllm.extensions.checkpoints.adapter import Adapted
+from nanovllm.extensions.quantised.gguf import PackedCodes
+from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise
 from nanovllm.extensions.transformers.config import VERIFIED
-from tiny_checkpoints import one_thread  # noqa: F401
+from nanovllm.layers.linear import LinearBase
+from nanovllm.utils.loader import load_model
+from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 LONG = dict(long_factor=[4.0, 3.0, 2.0, 1.5], short_factor=[1.0, 1.1, 1.2, 1.3])
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128} | LONG
@@ -60,12 +71,19 @@ def make_file(folder, case, quantisation="F32", **changes):
         pytest.skip("this version of transformers does not know it")
     assert kind in VERIFIED
     make(kind, folder, **settings | changes)
+    through(folder, quantisation, lambda name: "norm" not in name)
+    return write_gguf(folder, quantisation)
+
+
+def through(folder, quantisation, is_quantised):
+    """Replace matrices with what is left of them after a trip through a quantisation."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and "norm" not in name:
-            tensors[name] = decode(encode(tensor, quantisation), quantisation)
+        if tensor.dim() > 1 and is_quantised(name):
+            rows = tensor.transpose(-1, -2).contiguous() if tensor.dim() > 2 else tensor
+            rows = decode(encode(rows, quantisation), quantisation)
+            tensors[name] = rows.transpose(-1, -2).contiguous() if tensor.dim() > 2 else rows
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return write_gguf(folder, quantisation)
 
 
 @pytest.mark.parametrize("quantisation", ["F32", "Q8_0"])
@@ -73,3 +91,184 @@ def make_file(folder, case, quantisation="F32", **changes):
 def test_greedy_tokens_are_those_of_transformers(tmp_path, case, quantisation):
     file = make_file(tmp_path, case, quantisation)
     assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+
+
+@pytest.mark.parametrize("case", ["gemma2", "starcoder2", "stablelm"])
+def test_transformers_itself_reads_the_same_weights(tmp_path, case):
+    """As far as it reads such files."""
+    make_file(tmp_path, case)
+    write_gguf(tmp_path, ARCH__vocab_size=320, tokenizer__ggml__tokens=["a"] * 320)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    expected = load_reference(tmp_path).state_dict()
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+def test_transformers_can_build_what_has_a_class_here(tmp_path, architecture):
+    own = {"query_pre_attn_scalar": 16} if architecture == "gemma3" else {}
+    make_checkpoint(tmp_path, architecture, **own)
+    assert_answers_as_transformers(write_gguf(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_file_of_mistral_is_one_of_llama_and_may_have_a_window(tmp_path, window):
+    make_checkpoint(tmp_path, "mistral", sliding_window=window)
+    file = write_gguf(tmp_path)
+    assert open_checkpoint(file).architecture == "llama"
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+
+
+@pytest.mark.parametrize("case", ["phi3", "glm4", "starcoder2"])
+def test_matrices_stay_packed(tmp_path, case):
+    sizes = dict(hidden_size=128, intermediate_size=128, vocab_size=16, head_dim=32)
+    file = make_file(tmp_path, case, "Q8_0", **sizes)
+    theirs, prompt = load_reference(tmp_path), [*range(16)] * 2
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    with LLM(str(file), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
+        linears = [each for each in llm.model_runner.model.modules() if isinstance(each, LinearBase)]
+        assert len(linears) == 2 * (4 if case == "phi3" else 6)
+        assert {type(run) for linear in linears for run in linear.matrix.runs} == {PackedCodes}
+        [result] = llm.score([prompt], use_tqdm=False)
+    expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+    assert result["logprob"] == pytest.approx(expected, rel=0.03)
+
+
+# gpt-oss, whose experts have a format of their own
+
+
+def make_gpt_oss(folder, quantisation, seed=0, **changes):
+    make_checkpoint(folder, "gpt_oss", seed, tokenizer=False, **changes)
+    through(folder, quantisation, lambda name: ".experts." in name and "bias" not in name)
+    return write_gguf(folder, {"": "F32"} | {f"ffn_{part}_exps": quantisation for part in PARTS})
+
+
+PARTS = "gate", "up", "down"
+
+
+@pytest.mark.parametrize("quantisation", ["F32", "Q8_0", "MXFP4"])
+def test_gpt_oss_answers_as_transformers_does(tmp_path, quantisation):
+    file = make_gpt_oss(tmp_path, quantisation)
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+
+
+def test_mxfp4_of_experts_is_that_of_the_folder(tmp_path):
+    file = make_gpt_oss(tmp_path, "MXFP4")
+    checkpoint = open_checkpoint(file)
+    model = build_model(checkpoint.hf_config())
+    load_model(model, checkpoint)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for number, layer in enumerate(model.model.layers):
+        weights = layer.mlp.experts.weights
+        prefix = f"model.layers.{number}.mlp.experts"
+        gates_and_ups, downs = tensors[f"{prefix}.gate_up_proj"], tensors[f"{prefix}.down_proj"]
+        expected = torch.cat((gates_and_ups[..., ::2], gates_and_ups[..., 1::2]), -1).transpose(1, 2)
+        for weight, matrix in (weights.gate_up, expected), (weights.down, downs.transpose(1, 2)):
+            assert weight.codes.dtype == torch.uint8
+            assert torch.equal(dequantise(weight, torch.float32), matrix.flatten(0, 1))
+
+
+@pytest.mark.parametrize("quantisation", ["Q8_0", "MXFP4"])
+def test_two_ranks_of_gpt_oss_answer_as_one(tmp_path, quantisation):
+    sizes = dict(intermediate_size=96, num_key_value_heads=4)  # 48 inputs a rank: a block and a half
+    file = make_gpt_oss(tmp_path, quantisation, **sizes)
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto", tensor_parallel_size=2)
+
+
+def test_other_experts_may_be_mxfp4_too(tmp_path):
+    make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    file = write_gguf(tmp_path, {"": "F32"} | {f"ffn_{part}_exps": "MXFP4" for part in PARTS})
+    tensors = {tensor.name: tensor[:].contiguous() for tensor in placed(open_checkpoint(file))}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+
+
+def test_an_adapter_cannot_change_experts_in_mxfp4(tmp_path):
+    def change(tensors, _model, _known):
+        for each in tensors:
+            is_changed = each.name.endswith("experts.3.up_proj.weight")
+            facts = each.name, each.file, each.shape, each
+            yield Adapted(*facts, torch.ones(each.shape)) if is_changed else each
+
+    checkpoint = open_checkpoint(make_gpt_oss(tmp_path, "MXFP4"))
+    checkpoint.changes += (change,)
+    model = build_model(checkpoint.hf_config())
+    with pytest.raises(ValueError, match="experts.3.up_proj.weight: is MXFP4, which no adapter can change"):
+        load_model(model, checkpoint)
+
+
+# What files may say and nobody reads
+
+
+def changed(folder, case, removed=(), **metadata):
+    checkpoint = open_checkpoint(make_file(folder, case))
+    for key, value in metadata.items():
+        checkpoint.metadata[f"{checkpoint.architecture}.{key.replace('__', '.')}"] = value
+    for key in removed:
+        del checkpoint.metadata[f"{checkpoint.architecture}.{key}"]
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "case, removed, message",
+    [
+        ("command-r", ["logit_scale"], "command-r.logit_scale must be one float, got None"),
+        ("granite", ["attention.scale"], "granite.attention.scale must be one float, got None"),
+        ("olmo3", ["attention.sliding_window_pattern"], "sliding_window_pattern must be one list, got None"),
+        (
+            "starcoder2",
+            ["attention.layer_norm_epsilon"],
+            "layer_norm_rms_epsilon must be one float, got None",
+        ),
+        ("phi3, longer", ["rope.scaling.original_context_length"], "context_length must be one int"),
+    ],
+)
+def test_a_key_that_is_missing_is_named(tmp_path, case, removed, message):
+    with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+        changed(tmp_path, case, removed).hf_config()
+
+
+@pytest.mark.parametrize("case", ["granite", "smollm3", "command-r"])
+def test_a_part_of_heads_is_rotated_only_in_some_architectures(tmp_path, case):
+    with pytest.raises(ValueError, match="rope.dimension_count must be 16 like the keys' length"):
+        changed(tmp_path, case, rope__dimension_count=8).hf_config()
+
+
+def test_factors_of_longer_contexts_have_to_be_as_many_as_frequencies(tmp_path):
+    checkpoint = changed(tmp_path, "phi3, longer", rope__dimension_count=16)
+    with pytest.raises(ValueError, match="model.gguf: transformers cannot read .*factor"):
+        checkpoint.hf_config()
+    checkpoint.metadata["phi3.rope.dimension_count"] = 8
+    assert checkpoint.hf_config().context_limit == 128
+    del checkpoint.stored["rope_factors_short.weight"]
+    with pytest.raises(ValueError, match="model.gguf: it has no tensor rope_factors_short.weight"):
+        checkpoint.hf_config()
+
+
+@pytest.mark.parametrize("factor, is_allowed", [(1.0, True), (0.1 * math.log(8) + 1, True), (1.1, False)])
+def test_the_factor_of_yarn_may_be_said_in_numbers(tmp_path, factor, is_allowed):
+    scaling = dict(type="yarn", factor=8.0, original_context_length=64, yarn_attn_factor=factor)
+    checkpoint = changed(
+        tmp_path, "olmo3", **{f"rope__scaling__{key}": each for key, each in scaling.items()}
+    )
+    if is_allowed:
+        assert checkpoint.hf_config().raw["rope_scaling"]["factor"] == 8
+    else:
+        with pytest.raises(ValueError, match="yarn_attn_factor = 1.1 is not supported, only 1"):
+            checkpoint.hf_config()
+
+
+def test_experts_have_to_be_as_many_as_the_file_says(tmp_path):
+    make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    checkpoint = open_checkpoint(write_gguf(tmp_path))
+    checkpoint.metadata["qwen3moe.expert_count"] = 7
+    with pytest.raises(ValueError, match="model.gguf: tensor blk.0.ffn_.*_exps.weight holds 8, not 7"):
+        load_model(build_model(checkpoint.hf_config()), checkpoint)
+
+
+def test_a_tensor_without_a_place_is_named_as_in_the_file(tmp_path):
+    make_file(tmp_path, "olmo2")
+    checkpoint = open_checkpoint(write_gguf(tmp_path, extra_tensors=[("blk.0.other.weight", torch.ones(3))]))
+    with pytest.raises(ValueError, match="tensor blk.0.other.weight has no place"):
+        load_model(build_model(checkpoint.hf_config()), checkpoint)
