@@ -30,7 +30,6 @@ from gguf.quants import dequantize
 from gguf_files import byte_level_metadata, write_gguf
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.checkpoints.gguf import LAYER_MODULES, MODULES
 from tiny_checkpoints import make_checkpoint
 
 TINY = dict(
@@ -546,6 +545,22 @@ def _decode(entry: dict[str, Any], data: bytes) -> torch.Tensor:
     else:
         values = np.frombuffer(data[begin:end], {"F16": "<f2", "F32": "<f4", "F64": "<f8"}[entry["dtype"]])
     return torch.from_numpy(values.astype("<f4").reshape(entry["shape"]))
+
+
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def read_gguf(file: Path) -> dict[str, torch.Tensor]:

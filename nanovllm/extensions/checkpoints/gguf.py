@@ -50,13 +50,17 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: str, models: Collection[Any]):
         super().__init__(path)
         try:
+            import gguf
+
             self.metadata, self.stored, self.num_bytes = read_file(path)
         except ImportError as error:
             raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
         except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.architecture = self.metadata.get("general.architecture")
-        known = {model.gguf_name: model for model in models}
+        known = {
+            model.gguf_name: model for model in models if model.gguf_name in gguf.MODEL_ARCH_NAMES.values()
+        }
         if self.architecture not in [*known]:  # which may be no text
             names = ", ".join(known)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
