@@ -14,11 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.transformers.ranks import part_of
+from nanovllm.extensions.experts.config import ExpertsConfig
+from nanovllm.extensions.experts.kernels.moe import run_experts
+from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.experts.moe import Experts
+from nanovllm.extensions.transformers.ranks import has_plain_experts, part_of
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, Shard, activated
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import get_context
 
 ROTATE = "apply_rotary_pos_emb"  # the name that the function has in transformers
 GATED = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
@@ -60,6 +65,19 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.gate_and_up(x, silu_and_mul=True))
 
 
+class PlainExperts(Experts):
+    """Every rank holds a part of each expert's width."""
+
+    def __init__(self, experts: Any):
+        num_experts, hidden_size, width = experts.down_proj.shape
+        super().__init__(hidden_size, ExpertsConfig(num_experts, 1, width), is_joint=False)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [tokens, hidden], experts int64 and their weights [tokens, top_k], to [tokens, hidden]."""
+        chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
+        return self.group.all_reduce(run_experts(x, self.weights, chosen, get_context().is_prefill))
+
+
 def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same as a module that needs no memory yet; None if nothing is known that does."""
     from transformers.pytorch_utils import Conv1D
@@ -72,6 +90,8 @@ def replacement(module: nn.Module) -> nn.Module | None:
         linear = Linear({None: Shard((module.nf, module.nx))}, bias=True)
         linear.is_stored_transposed = True
         return linear
+    if has_plain_experts(module):
+        return PlainExperts(module)
     params = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if [*params] == ["weight"] and params["weight"].dim() == 1 and isinstance(eps, float):

@@ -12,13 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights
-from nanovllm.extensions.experts.kernels.moe import run_experts
-from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.transformers.faster import hands_over_rotation
-from nanovllm.extensions.transformers.ranks import has_plain_experts
 from nanovllm.layers.attention import Attention
-from nanovllm.utils.context import get_context
 
 NAME = "nano_vllm"  # of the functions
 OTHER_MASK = -1  # in place of a window; some models make such a mask, but no layer uses it
@@ -110,20 +105,11 @@ def make_attention(
 
 def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """
-    transformers' interface: hidden_states [tokens, hidden], experts int64 and their weights [tokens, top_k],
-    to [tokens, hidden].
+    transformers' interface, of experts that are not replaced: hidden_states [tokens, hidden], experts int64
+    and their weights [tokens, top_k], to [tokens, hidden].
     """
-    from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
+    from transformers.integrations.moe import grouped_mm_experts_forward
 
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
-    is_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    if is_silu and has_plain_experts(module) and type(module)._apply_gate is _default_apply_gate:
-        # This project's kernels compute them.
-        chosen = Chosen(experts.int().contiguous(), weights.float().contiguous())
-        gate_up, down = module.gate_up_proj, module.down_proj
-        stacked = ExpertWeights(gate_up.flatten(0, 1), down.flatten(0, 1), len(down))
-        y = run_experts(hidden_states, stacked, chosen, get_context().is_prefill)
-    else:
-        y = grouped_mm_experts_forward(module, hidden_states, experts, weights)
-    return module.nano_vllm_group.all_reduce(y) if hasattr(module, "cut") else y
+    return grouped_mm_experts_forward(module, hidden_states, experts, weights)

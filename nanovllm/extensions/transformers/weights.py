@@ -1,7 +1,8 @@
 """A checkpoint's tensors by the names, and in the shapes, that transformers' modules have.
 
 The two differ for some architectures, most of all where experts are stored one by one and computed from one
-tensor. transformers knows how to rename and convert; here that is applied to tensors as they are read.
+tensor. transformers knows how to rename and convert; here that is applied to tensors as they are read. Where
+experts are this project's, what is one tensor is taken apart again.
 """
 
 import copy
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 MASKS = r"\.attn\.attention\.(masked_)?bias$"  # of GPT-Neo, in its older files
+EXPERT = re.compile(r"\.\d+\.(gate|up|down)_proj\.")  # what names have behind "experts"
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass
@@ -48,6 +51,9 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     state = dict.fromkeys(known, True)
     waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for tensor in tensors:
+        if tensor.name in known and EXPERT.search(tensor.name):
+            yield tensor
+            continue
         name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
@@ -55,7 +61,9 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
         if name in known:
             tensor = copy.copy(tensor)
             tensor.name = name
-        if tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
+        if len(tensor.shape) == 3 and tensor.name not in known:
+            yield from experts_of(name, tensor.file, tensor[...])
+        elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
             yield tensor
     for name, sources in waiting.items():
         sources.sort(key=lambda source: dot_natural_key(source[0].name))
@@ -68,4 +76,19 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
         except Exception as error:  # whatever a foreign file makes of foreign code
             raise ValueError(f"{first.file}: tensor {first.name}: {error!r:.300}") from error
         for target, value in made.items():
-            yield Converted(target, first.file, value[0] if isinstance(value, list) else value)
+            value = value[0] if isinstance(value, list) else value
+            if target in known:
+                yield Converted(target, first.file, value)
+            else:
+                yield from experts_of(target, first.file, value)
+
+
+def experts_of(name: str, file: str, value: torch.Tensor) -> Iterator[Converted]:
+    """The experts' matrices that make up a tensor of this name; itself if it is of something else."""
+    parent, _, own = name.rpartition(".")
+    if own not in PARTS:
+        yield Converted(name, file, value)
+        return
+    for number, matrix in enumerate(value):
+        for part, rows in zip(PARTS[own], matrix.chunk(len(PARTS[own])), strict=True):
+            yield Converted(f"{parent}.{number}.{part}.weight", file, rows)

@@ -20,7 +20,13 @@ from transformers_checkpoints import (
 
 from nanovllm import LLM
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
-from nanovllm.extensions.transformers.faster import GatedMLP, Linear, replacement, rotates_halves
+from nanovllm.extensions.transformers.faster import (
+    GatedMLP,
+    Linear,
+    PlainExperts,
+    replacement,
+    rotates_halves,
+)
 from nanovllm.extensions.transformers.model import without_memory
 from nanovllm.layers.layernorm import RMSNorm
 from tiny_checkpoints import (
@@ -108,9 +114,23 @@ def test_matrices_that_are_stored_transposed_are_quantised_as_others(tmp_path, q
         assert one["logprob"] != other["logprob"] == pytest.approx(one["logprob"], rel=0.03)
 
 
-def test_their_experts_are_not_quantised(tmp_path):
+def test_experts_that_only_transformers_computes_are_not_quantised(tmp_path):
+    options = EXACT | dict(quantization="int4", model_impl="transformers")
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts.gate_up_proj cannot be quantised"):
-        LLM(str(make("mixtral", tmp_path)), **EXACT, quantization="int4")
+        LLM(str(make("gpt_oss", tmp_path)), **options)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "granitemoe"])
+def test_experts_are_quantised(tmp_path, kind):
+    folder = make(kind, tmp_path, **{"moe_intermediate_size": 32} if kind == "deepseek_v3" else {})
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        exact = llm.score(PROMPTS, use_tqdm=False)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40, quantization="fp8") as llm:
+        experts = [each for each in llm.model_runner.model.modules() if isinstance(each, PlainExperts)]
+        assert experts and {each.weights.gate_up.codes.dtype for each in experts} == {torch.float8_e4m3fn}
+        rounded = llm.score(PROMPTS, use_tqdm=False)
+    for one, other in zip(exact, rounded, strict=True):
+        assert one["logprob"] != other["logprob"] == pytest.approx(one["logprob"], rel=0.05)
 
 
 def test_with_an_8_bit_cache_tokens_are_nearly_as_likely(tmp_path):
