@@ -19,7 +19,8 @@ from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.utils.loader import find_places
 
 NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "mistral": "llama"}
-NAMES |= {"cohere": "command-r", "olmo3": "olmo2"}
+NAMES |= {"cohere": "command-r", "olmo3": "olmo2", "mixtral": "llama", "qwen2_moe": "qwen2moe"}
+NAMES |= {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe": "glm4moe"}
 # Whose query and key projections have the order of rows that llama.cpp rotates.
 INTERLEAVED = "llama", "granite", "smollm3"
 # Fields of config.json that are keys of some architectures.
@@ -32,7 +33,22 @@ KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
 }
+FLOATS = "capping", "scale", "scaling", "multiplier", "factor"
 
 
 def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -42,12 +58,17 @@ def interleave_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(
-    folder: Path, quantisation: str | dict[str, str] = "F32", extra_tensors=(), split: int = 0, **metadata
+    folder: Path,
+    quantisation: str | dict[str, str] = "F32",
+    extra_tensors=(),
+    split: int = 0,
+    is_newest: bool = True,
+    **metadata,
 ) -> Path:
     """
     The checkpoint of a folder as llama.cpp would store it, its matrices quantised: all of them as one type,
     or each as said for the last part of its name, the others as for "". `split`: the most tensors of a file;
-    the first of several is returned.
+    the first of several is returned. `is_newest`: whether DeepSeek's keys and values are two matrices.
     """
     kinds = {"": quantisation} if isinstance(quantisation, str) else quantisation
     config = open_checkpoint(folder).hf_config()
@@ -55,10 +76,16 @@ def write_gguf(
     architecture = NAMES.get(raw["model_type"], raw["model_type"])
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture, split_max_tensors=split)
     found = metadata_of_config(raw, config)
+    if not is_newest:
+        found |= {
+            f"attention.{kind}_length": found.pop(f"attention.{kind}_length_mla") for kind in ("key", "value")
+        }
+        found["attention.head_count_kv"] = found["attention.head_count"]
     metadata = {f"ARCH__{key}": value for key, value in found.items() if value is not None} | metadata
     for key, value in metadata.items():
         key = key.replace("__", ".").replace("ARCH", architecture)
         add = {
+            bool: writer.add_bool,
             str: writer.add_string,
             int: writer.add_uint32,
             float: writer.add_float32,
@@ -71,6 +98,7 @@ def write_gguf(
     tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
     if architecture == "gpt-oss":
         tensors = dict(taken_apart(tensors))
+    tensors = dict(converted(tensors, raw, is_newest))
     for name, tensor in [*stack(tensors).items(), *rope_factors(raw), *extra_tensors]:
         module, kind = name.rsplit(".", 1)
         module = names.get_name(module) or module
@@ -88,6 +116,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return min(folder.glob("model*.gguf"))
+
+
+def converted(
+    tensors: dict[str, torch.Tensor], raw: dict[str, Any], is_newest: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of mixtures of experts: other names, a row as a vector, DeepSeek's keys and values apart."""
+    for name, tensor in tensors.items():
+        name = name.replace("correction_bias", "correction.bias")
+        if name.endswith("kv_b_proj.weight") and is_newest:
+            size, rank = raw["qk_nope_head_dim"], raw["kv_lora_rank"]
+            heads = tensor.view(raw["num_attention_heads"], size + raw["v_head_dim"], rank)
+            yield name.replace("kv_b", "k_b"), heads[:, :size].transpose(1, 2).contiguous()
+            yield name.replace("kv_b", "v_b"), heads[:, size:].contiguous()
+        else:
+            yield name, tensor[0] if name.endswith("shared_expert_gate.weight") else tensor
 
 
 def taken_apart(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,17 +167,26 @@ def metadata_of_config(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     }
     if raw.get("head_dim"):
         found |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
-    if config.experts:
-        found["expert_count"] = config.experts.num_experts
-        found["expert_used_count"] = config.experts.num_experts_per_tok
-        found["expert_feed_forward_length"] = config.experts.moe_intermediate_size
-    if not kind.startswith("qwen"):
-        values = {key: raw.get(field) for field, key in KEYS.items() if raw.get(field) is not None}
-        found |= {key: value if "window" in key else float(value) for key, value in values.items()}
+    for field, key in KEYS.items():
+        if raw.get(field) is not None and not (kind.startswith("qwen") and "window" in key):
+            found[key] = float(raw[field]) if field.endswith(FLOATS) else raw[field]
+    if kind.startswith("deepseek"):
+        found["attention.head_count_kv"] = 1
+        found["attention.key_length"] = raw["kv_lora_rank"] + raw["qk_rope_head_dim"]
+        found["attention.value_length"] = raw["kv_lora_rank"]
+        found["attention.key_length_mla"] = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
+        found["attention.value_length_mla"] = raw["v_head_dim"]
+        found["rope.dimension_count"] = raw["qk_rope_head_dim"]
+        found["expert_gating_func"] = 2 if kind == "deepseek_v3" else 1
     if kind == "gemma3_text":
         found["attention.sliding_window_pattern"] = config.windows.index(0) + 1
     if kind == "olmo3":
         found["attention.sliding_window_pattern"] = ["sliding" in each for each in raw["layer_types"]]
+    if rope.get("rope_type") == "yarn" and kind != "gpt_oss":
+        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", float(rope["factor"])
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        if "mscale_all_dim" in rope:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if kind == "phi3":
         found["attention.sliding_window"] = raw["sliding_window"] or 0
         found["rope.scaling.original_context_length"] = raw["original_max_position_embeddings"]

@@ -25,6 +25,7 @@ from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_
 
 # In names of modules of which one tensor of a file holds all.
 NUMBER = re.compile(r"\.norms\.\d+|(?<=\.experts)\.\d+")
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 # They end a turn of a chat, whichever token the file calls the end of text.
 ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
 # They do if they are control tokens: as text they may stand in any vocabulary.
@@ -91,7 +92,7 @@ class GGUFCheckpoint(Checkpoint):
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._number("block_count"),
+            "num_hidden_layers": self._num_layers(),
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -107,11 +108,10 @@ class GGUFCheckpoint(Checkpoint):
             "quantization_config": self._quantisation() if self.fill is None else None,
         }
         own = self.model.read_gguf_fields(raw, self._number, self.stored)
-        lengths = ["attention.value_length"]
-        if "partial_rotary_factor" not in own:
-            lengths.append("rope.dimension_count")
-        for name in lengths:
-            if self._number(name, head_dim) != head_dim:
+        others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
+        others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
+        for name, fields in others.items():
+            if self._number(name, head_dim) != head_dim and not fields & own.keys():
                 raise ValueError(f"{name} must be {head_dim} like the keys' length")
         return raw | own
 
@@ -138,11 +138,19 @@ class GGUFCheckpoint(Checkpoint):
         heads = self._number("attention.head_count")
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
         model = self.model
+        unused = range(self._num_layers(), self._number("block_count"))
         for name, tensor in self.stored.items():
-            if name in ROPE_TENSORS:
+            block = BLOCK.match(name)
+            if name in ROPE_TENSORS or block and int(block[1]) in unused:
                 continue
             module = name.rpartition(".")[0]
             part, order = module.rpartition(".")[2], None
+            if part == "attn_k_b":
+                tensor = joined_heads(tensor, self.stored.get(name.replace("attn_k_b", "attn_v_b")))
+            elif part == "attn_v_b":
+                continue
+            elif part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:  # a row
+                tensor = replace(tensor, shape=(1, *tensor.shape), encoded=tensor.encoded[None])
             if model.gguf_rotates_neighbours and part in rotated:
                 order = _rotary_order(tensor.shape[0], rotated[part])
             added = model.gguf_added_to_norms if module.endswith("norm") else 0.0
@@ -158,19 +166,24 @@ class GGUFCheckpoint(Checkpoint):
         import gguf
 
         codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(codes[self.architecture], self._number("block_count"))
+        names = gguf.get_tensor_name_map(codes[self.architecture], self._num_layers())
         places, device = defaultdict(list), next(model.parameters()).device
         for name in known:
-            places[names.get_name(NUMBER.sub("", name), (".weight", ".bias"))].append(name)
+            plain = NUMBER.sub("", name).removesuffix("_bias")  # e_score_correction_bias
+            places[names.get_name(plain, (".weight", ".bias"))].append(name)
         for tensor in tensors:
             name = tensor.name
-            found = places.get(name) or places.get(name.removesuffix(".weight"), [name])
+            found = places.get(name) or places.get(name.rpartition(".")[0], [name])
             is_stacked = NUMBER.search(found[0]) and len(tensor.shape) > 1
             parts = [*tensor.matrices()] if is_stacked else [tensor]
             if len(parts) != len(found):
                 raise ValueError(f"{tensor.file}: tensor {name} holds {len(parts)}, not {len(found)}")
             for part, place in zip(parts, found, strict=True):
                 yield replace(part, name=place, device=device)
+
+    def _num_layers(self) -> int:
+        """Without the blocks at the end that predict tokens farther ahead."""
+        return self._number("block_count") - self._number("nextn_predict_layers", 0)
 
     def _number(self, key: str, default: Any = None, kind: type = int) -> Any:
         key = f"{self.architecture}.{key}"
@@ -195,7 +208,10 @@ class GGUFCheckpoint(Checkpoint):
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
         prefix = f"{self.architecture}.rope."
         for key in self.metadata:
-            if key.startswith(prefix) and key.removeprefix(prefix) not in ROPE_KEYS:
+            if key.startswith(prefix) and key.removeprefix(prefix) not in (
+                *ROPE_KEYS,
+                *self.model.gguf_rope_keys,
+            ):
                 raise ValueError(f"{key} is not supported")
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
@@ -223,6 +239,20 @@ class GGUFCheckpoint(Checkpoint):
         if (attn_factor := self._number("rope.scaling.attn_factor", 1.0, kind=float)) != 1:
             scaling["attn_factor"] = attn_factor
         return scaling or None
+
+
+def joined_heads(keys: GGUFTensor, values: GGUFTensor | None) -> GGUFTensor:
+    """
+    Of DeepSeek's attention, the matrix that makes both of each head, in floats: keys [heads, rank, size],
+    which are stored transposed, and values [heads, size, rank].
+    """
+    if values is None or len(keys.shape) != 3 or keys.shape[:2] != (values.shape[0], *values.shape[2:]):
+        raise ValueError(f"{keys.file}: tensor {keys.name} does not fit the one of values")
+    both = keys[:].float().transpose(1, 2), values[:].float()
+    whole = torch.cat(both, dim=1).flatten(0, 1)
+    facts = dict(name=keys.name.replace("_k_b", "_kv_b"), shape=tuple(whole.shape), block_size=1)
+    float32 = type(keys.quantisation).F32
+    return replace(keys, quantisation=float32, encoded=whole.numpy().view(np.uint8), **facts)
 
 
 def _rotary_order(rows: int, heads: int) -> np.ndarray | None:

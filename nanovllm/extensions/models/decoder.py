@@ -1,5 +1,6 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
@@ -28,6 +29,7 @@ class Decoder(Qwen3ForCausalLM):
     # against each other; and what was added to the weights of norms.
     gguf_rotates_neighbours = False
     gguf_added_to_norms = 0.0
+    gguf_rope_keys: Collection[str] = ()  # of rotations, which other models do not have
     # (raw, number, stored) -> fields besides `raw`, those of all models; number(key, default, kind) is what
     # the file has there, or a ValueError that names the key, and `stored` are its tensors.
     read_gguf_fields = staticmethod(lambda raw, number, stored: {})

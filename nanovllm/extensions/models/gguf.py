@@ -11,9 +11,22 @@ from typing import Any
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.rope import FULL, SLIDING
 
-# 0 is none.
+NONE_IF_0 = "sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank".split()
 WINDOW = {"sliding_window": ("attention.sliding_window", 0)}
 LOGIT_SCALE = {"logit_scale": ("logit_scale", None, float)}
+EXPERTS = dict.fromkeys(("num_experts", "n_routed_experts"), ("expert_count",))
+EXPERTS |= {"num_experts_per_tok": ("expert_used_count",)}
+OWN_WIDTH = {"moe_intermediate_size": ("expert_feed_forward_length",)}
+# DeepSeek's: in groups, beside some that are for all tokens, behind layers without experts.
+IN_GROUPS = EXPERTS | OWN_WIDTH
+IN_GROUPS |= {
+    "n_shared_experts": ("expert_shared_count",),
+    "first_k_dense_replace": ("leading_dense_block_count", 0),
+    "routed_scaling_factor": ("expert_weights_scale", 1.0, float),
+    "norm_topk_prob": ("expert_weights_norm", False, bool),
+    "n_group": ("expert_group_count", 1),
+    "topk_group": ("expert_group_used_count", 1),
+}
 
 
 class GGUFModel:
@@ -21,10 +34,12 @@ class GGUFModel:
     rotates_part = False  # of a head only, which the file says
     gguf_rotates_neighbours = False
     gguf_added_to_norms = 0.0
+    gguf_rope_keys: tuple[str, ...] = ()
 
     @classmethod
     def read_gguf_fields(cls, raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
-        found = {field: number(*arguments) or None for field, arguments in cls.keys.items()}
+        found = {field: number(*arguments) for field, arguments in cls.keys.items()}
+        found |= {field: None for field in NONE_IF_0 if found.get(field) == 0}
         if cls.rotates_part:
             head_dim = raw["head_dim"]
             found["partial_rotary_factor"] = number("rope.dimension_count", head_dim) / max(head_dim, 1)
@@ -98,6 +113,8 @@ class Olmo2(GGUFModel):
         if found["sliding_window"]:
             kinds = number("attention.sliding_window_pattern", None, list)
             found |= {"model_type": "olmo3", "layer_types": [SLIDING if kind else FULL for kind in kinds]}
+            theta = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+            found["rope_parameters"] = {FULL: theta | (raw["rope_scaling"] or {}), SLIDING: theta}
         return found
 
 
@@ -131,6 +148,56 @@ class StableLM(GGUFModel):
     rotates_part = True
 
 
+class Qwen2Moe(GGUFModel):
+    model_type, gguf_name = "qwen2_moe", "qwen2moe"
+    keys = EXPERTS | OWN_WIDTH
+    keys |= {"shared_expert_intermediate_size": ("expert_shared_feed_forward_length",)}
+
+
+class Olmoe(GGUFModel):
+    model_type = gguf_name = "olmoe"
+    keys = EXPERTS
+
+
+class Glm4Moe(GGUFModel):
+    model_type, gguf_name = "glm4_moe", "glm4moe"
+    rotates_part = True
+    keys = IN_GROUPS
+
+
+class Deepseek2(GGUFModel):
+    """DeepSeek-V2, and V3, which chooses experts by sigmoids."""
+
+    model_type, gguf_name = "deepseek_v2", "deepseek2"
+    keys = IN_GROUPS | {
+        "q_lora_rank": ("attention.q_lora_rank", 0),
+        "kv_lora_rank": ("attention.kv_lora_rank",),
+        "qk_rope_head_dim": ("rope.dimension_count",),
+    }
+    gguf_rope_keys = ("scaling.yarn_log_multiplier",)
+
+    @classmethod
+    def read_gguf_fields(cls, raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
+        found = super().read_gguf_fields(raw, number, stored)
+        # Older files have the lengths of heads, newer ones those of what is cached in place of them.
+        key_length, value_length = (
+            number(f"attention.{kind}_length_mla", number(f"attention.{kind}_length"))
+            for kind in ("key", "value")
+        )
+        found |= {
+            "num_key_value_heads": raw["num_attention_heads"],
+            "head_dim": found["qk_rope_head_dim"],
+            "qk_nope_head_dim": key_length - found["qk_rope_head_dim"],
+            "v_head_dim": value_length,
+            "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy",
+        }
+        if number("expert_gating_func", 1) == 2:
+            found["model_type"] = "deepseek_v3"
+        if scale := 10 * number("rope.scaling.yarn_log_multiplier", 0.0, float):
+            found["rope_scaling"] = (raw["rope_scaling"] or {}) | dict(mscale=scale, mscale_all_dim=scale)
+        return found
+
+
 BY_TRANSFORMERS = (
     Gemma2,
     Phi3,
@@ -142,4 +209,8 @@ BY_TRANSFORMERS = (
     Cohere2,
     Starcoder2,
     StableLM,
+    Qwen2Moe,
+    Olmoe,
+    Glm4Moe,
+    Deepseek2,
 )

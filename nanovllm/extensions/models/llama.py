@@ -17,5 +17,8 @@ class LlamaForCausalLM(Decoder):
 
     @staticmethod
     def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
+        if number("expert_count", 0):
+            count, chosen = number("expert_count"), number("expert_used_count")
+            return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": chosen}
         window = number("attention.sliding_window", 0)
         return {"model_type": "mistral", "sliding_window": window} if window else {}

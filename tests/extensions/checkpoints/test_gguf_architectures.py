@@ -1,6 +1,7 @@
 """GGUF files of architectures that transformers builds: greedy tokens as by transformers itself."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +22,12 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
 
+PARTS = "gate", "up", "down"
 LONG = dict(long_factor=[4.0, 3.0, 2.0, 1.5], short_factor=[1.0, 1.1, 1.2, 1.3])
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128} | LONG
+PLAIN = {"rope_type": "default", "rope_theta": 2e4}
+YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "original_max_position_embeddings": 64}
+WIDTHS = dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
 # By the names of files, the model type and what its configuration has here.
 CASES = {
     "gemma2": (
@@ -45,6 +50,7 @@ CASES = {
     "granite with biases": ("granite", dict(attention_bias=True, mlp_bias=True)),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
+    "olmo3, longer": ("olmo3", dict(rope_parameters={"full_attention": YARN, "sliding_attention": PLAIN})),
     "smollm3": ("smollm3", dict(num_hidden_layers=4, layer_types=None, use_sliding_window=False)),
     "glm4": ("glm4", dict(head_dim=16)),
     "command-r": ("cohere", dict(logit_scale=0.5, tie_word_embeddings=True)),
@@ -60,6 +66,17 @@ CASES = {
     "starcoder2": ("starcoder2", {}),
     "starcoder2, tied": ("starcoder2", dict(tie_word_embeddings=True, sliding_window=None)),
     "stablelm": ("stablelm", dict(use_qkv_bias=True)),
+    "mixtral": ("mixtral", dict(sliding_window=None)),
+    "qwen2moe": ("qwen2_moe", dict(use_sliding_window=False, layer_types=None, **WIDTHS)),
+    "olmoe": ("olmoe", {}),
+    "glm4moe": ("glm4_moe", WIDTHS | dict(attention_bias=True, use_qk_norm=True, head_dim=16)),
+    "deepseek2": ("deepseek_v2", WIDTHS | dict(n_group=1, topk_group=1)),
+    "deepseek2, experts in groups": ("deepseek_v2", WIDTHS | dict(topk_method="group_limited_greedy")),
+    "deepseek2, longer": (
+        "deepseek_v2",
+        WIDTHS | dict(n_group=1, topk_group=1, rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7)),
+    ),
+    "deepseek2 with sigmoids": ("deepseek_v3", WIDTHS | dict(q_lora_rank=None)),
     "stablelm, norms and branches": ("stablelm", dict(use_parallel_residual=True, qk_layernorm=True)),
 }
 
@@ -71,8 +88,12 @@ def make_file(folder, case, quantisation="F32", **changes):
         pytest.skip("this version of transformers does not know it")
     assert kind in VERIFIED
     make(kind, folder, **settings | changes)
-    through(folder, quantisation, lambda name: "norm" not in name)
-    return write_gguf(folder, quantisation)
+    if not case.startswith("deepseek2"):
+        through(folder, quantisation, lambda name: "norm" not in name)
+        return write_gguf(folder, quantisation)
+    # Of keys' matrices, of which the file has the columns as rows, others would be left.
+    through(folder, quantisation, lambda name: ".experts." in name)
+    return write_gguf(folder, {"": "F32"} | {f"ffn_{part}_exps": quantisation for part in PARTS})
 
 
 def through(folder, quantisation, is_quantised):
@@ -144,9 +165,6 @@ def make_gpt_oss(folder, quantisation, seed=0, **changes):
     return write_gguf(folder, {"": "F32"} | {f"ffn_{part}_exps": quantisation for part in PARTS})
 
 
-PARTS = "gate", "up", "down"
-
-
 @pytest.mark.parametrize("quantisation", ["F32", "Q8_0", "MXFP4"])
 def test_gpt_oss_answers_as_transformers_does(tmp_path, quantisation):
     file = make_gpt_oss(tmp_path, quantisation)
@@ -196,6 +214,39 @@ def test_an_adapter_cannot_change_experts_in_mxfp4(tmp_path):
     model = build_model(checkpoint.hf_config())
     with pytest.raises(ValueError, match="experts.3.up_proj.weight: is MXFP4, which no adapter can change"):
         load_model(model, checkpoint)
+
+
+# DeepSeek's attention, and blocks that predict more tokens
+
+
+def test_keys_and_values_may_be_one_matrix_as_in_older_files(tmp_path):
+    make_file(tmp_path, "deepseek2")
+    file = write_gguf(tmp_path, is_newest=False)
+    assert "blk.0.attn_kv_b.weight" in open_checkpoint(file).stored
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+
+
+@pytest.mark.parametrize("lacks_values", [False, True])
+def test_keys_and_values_that_do_not_fit_are_an_error(tmp_path, lacks_values):
+    checkpoint = open_checkpoint(make_file(tmp_path, "deepseek2"))
+    values = checkpoint.stored.pop("blk.1.attn_v_b.weight")
+    if not lacks_values:
+        checkpoint.stored[values.name] = replace(values, shape=(values.shape[0], 8 * 16))
+    with pytest.raises(ValueError, match="model.gguf: tensor blk.1.attn_k_b.weight does not fit"):
+        load_model(build_model(checkpoint.hf_config()), checkpoint)
+
+
+def test_blocks_that_predict_more_tokens_are_left_out(tmp_path):
+    make_file(tmp_path, "glm4moe")
+    more = [(f"blk.2.{name}.weight", torch.ones(3)) for name in ("attn_norm", "nextn.eh_proj")]
+    keys = dict(ARCH__block_count=3, ARCH__nextn_predict_layers=1)
+    file = write_gguf(tmp_path, extra_tensors=more, **keys)
+    assert_answers_as_transformers(file, tmp_path, model_impl="auto")
+    checkpoint = open_checkpoint(file)
+    for count in (3, 4, -(2**31)):
+        checkpoint.metadata["glm4moe.nextn_predict_layers"] = count
+        with pytest.raises(ValueError, match="model.gguf: .*num_hidden_layers must be"):
+            checkpoint.hf_config()
 
 
 # What files may say and nobody reads
