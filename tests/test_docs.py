@@ -13,6 +13,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.assembly import MODELS
 from nanovllm.config import Config
+from nanovllm.extensions.models.known import gguf_models
 from nanovllm.extensions.transformers.config import REFUSED, REFUSED_FIELDS, VERIFIED
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,13 @@ Some files of these types are refused, because of a field:
 
 {fields}
 - any with other `layer_types` than attention to all tokens or to a window, as mamba's of `granitemoehybrid`.
+
+## Architectures of GGUF files
+
+As `general.architecture` says it. OLMo 3 is `olmo2` there, Mistral, Mixtral and Falcon 3 are `llama`, and
+DeepSeek-V3 is `deepseek2`. Experts stay packed.
+
+{listed([model.gguf_name for model in gguf_models()])}
 
 ## Refused
 

@@ -45,7 +45,7 @@ ROPE_KEYS = """
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
-    the classes of those that can be read.
+    the classes of those that can be read, and `codes` the architectures that the gguf package knows.
     """
 
     def __init__(self, path: str, models: Collection[Any]):
@@ -59,9 +59,8 @@ class GGUFCheckpoint(Checkpoint):
         except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.architecture = self.metadata.get("general.architecture")
-        known = {
-            model.gguf_name: model for model in models if model.gguf_name in gguf.MODEL_ARCH_NAMES.values()
-        }
+        self.codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
+        known = {model.gguf_name: model for model in models if model.gguf_name in self.codes}
         if self.architecture not in [*known]:  # which may be no text
             names = ", ".join(known)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
@@ -141,7 +140,7 @@ class GGUFCheckpoint(Checkpoint):
         unused = range(self._num_layers(), self._number("block_count"))
         for name, tensor in self.stored.items():
             block = BLOCK.match(name)
-            if name in ROPE_TENSORS or block and int(block[1]) in unused:
+            if name in ROPE_TENSORS or (block and int(block[1]) in unused):
                 continue
             module = name.rpartition(".")[0]
             part, order = module.rpartition(".")[2], None
@@ -165,8 +164,7 @@ class GGUFCheckpoint(Checkpoint):
         """
         import gguf
 
-        codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(codes[self.architecture], self._num_layers())
+        names = gguf.get_tensor_name_map(self.codes[self.architecture], self._num_layers())
         places, device = defaultdict(list), next(model.parameters()).device
         for name in known:
             plain = NUMBER.sub("", name).removesuffix("_bias")  # e_score_correction_bias
@@ -200,18 +198,15 @@ class GGUFCheckpoint(Checkpoint):
         ]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)
-        experts = {each.quantisation.name for each in matrices if len(each.shape) == 3}
+        experts = {each.quantisation.name for each in matrices if each.name.endswith("_exps.weight")}
         found = {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
         return found | {"has_mxfp4_experts": experts == {"MXFP4"}}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
-        prefix = f"{self.architecture}.rope."
+        prefix, known = f"{self.architecture}.rope.", [*ROPE_KEYS, *self.model.gguf_rope_keys]
         for key in self.metadata:
-            if key.startswith(prefix) and key.removeprefix(prefix) not in (
-                *ROPE_KEYS,
-                *self.model.gguf_rope_keys,
-            ):
+            if key.startswith(prefix) and key.removeprefix(prefix) not in known:
                 raise ValueError(f"{key} is not supported")
         kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):

@@ -61,7 +61,7 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
         if name in known:
             tensor = copy.copy(tensor)
             tensor.name = name
-        if len(tensor.shape) == 3 and tensor.name not in known:
+        if name not in known and len(tensor.shape) == 3 and name.endswith(tuple(PARTS)):
             yield from experts_of(name, tensor.file, tensor[...])
         elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
             yield tensor

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf_files import placed, write_gguf
 from gguf_packer import decode, encode
+from kernel_checks import needs_cuda
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -15,9 +16,11 @@ from transformers_checkpoints import assert_answers_as_transformers, make
 from nanovllm import LLM
 from nanovllm.assembly import build_model
 from nanovllm.extensions.checkpoints.adapter import Adapted
+from nanovllm.extensions.experts.moe import Experts
 from nanovllm.extensions.quantised.gguf import PackedCodes
-from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.transformers.config import VERIFIED
+from nanovllm.extensions.transformers.faster import PlainExperts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
@@ -156,6 +159,34 @@ def test_matrices_stay_packed(tmp_path, case):
     assert result["logprob"] == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen2moe", "deepseek2 with sigmoids"])
+def test_experts_stay_packed(tmp_path, case):
+    sizes = dict(hidden_size=128, intermediate_size=128, vocab_size=16, moe_intermediate_size=128)
+    if case == "mixtral":
+        del sizes["moe_intermediate_size"]
+    file = make_file(tmp_path, case, "Q8_0", **sizes, num_experts_per_tok=12)  # all, or the smallest change
+    theirs, prompt = load_reference(tmp_path), [*range(16)] * 2  # of a score would choose others
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    with LLM(str(file), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
+        experts = [each for each in llm.model_runner.model.modules() if isinstance(each, PlainExperts)]
+        assert len(experts) == (1 if "deepseek2" in case else 2)
+        assert all(type(each.weights.gate_up) is type(each.weights.down) is PackedCodes for each in experts)
+        [result] = llm.score([prompt], use_tqdm=False)
+    expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+    assert result["logprob"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("case", ["phi3", "glm4", "qwen2moe", "deepseek2"])
+def test_two_ranks_answer_as_transformers_does(tmp_path, case):
+    file = make_file(tmp_path, case, "Q8_0")
+    if case == "phi3":
+        with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
+            LLM(str(file), **EXACT, tensor_parallel_size=2)
+    else:
+        assert_answers_as_transformers(file, tmp_path, model_impl="auto", tensor_parallel_size=2)
+
+
 # gpt-oss, whose experts have a format of their own
 
 
@@ -185,6 +216,28 @@ def test_mxfp4_of_experts_is_that_of_the_folder(tmp_path):
         for weight, matrix in (weights.gate_up, expected), (weights.down, downs.transpose(1, 2)):
             assert weight.codes.dtype == torch.uint8
             assert torch.equal(dequantise(weight, torch.float32), matrix.flatten(0, 1))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("case", ["MXFP4", "Q8_0", "qwen2moe"])
+def test_experts_are_as_likely_to_go_on_on_a_gpu(tmp_path, case):
+    sizes = dict(hidden_size=128, vocab_size=16)
+    if case == "qwen2moe":
+        sizes |= dict(intermediate_size=128, moe_intermediate_size=128, num_experts_per_tok=12)
+        file = make_file(tmp_path, case, "Q8_0", **sizes)
+    else:
+        file = make_gpt_oss(tmp_path, case, intermediate_size=128, num_experts_per_tok=4, **sizes)
+    prompt = [*range(16)] * 2
+    with torch.no_grad():
+        logits = load_reference(tmp_path)(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+    options = dict(device="cuda", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)
+    with LLM(str(file), **options) as llm:
+        experts = [each for each in llm.model_runner.model.modules() if isinstance(each, Experts)]
+        assert experts and all(isinstance(each.weights.gate_up, QuantisedWeight) for each in experts)
+        [result] = llm.score([prompt], use_tqdm=False)
+    assert result["logprob"] == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "MXFP4"])
