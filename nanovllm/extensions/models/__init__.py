@@ -6,6 +6,8 @@ may leave out, which norms and biases there are, how GGUF files call it. `decode
 them, which says what there is to be known of a model; only Gemma 3 and gpt-oss compute anything in another
 way. To add a model, read `qwen2.py`, which is ten lines.
 
+`gguf.py` says the same of models that have no class here, as far as GGUF files hold them.
+
 `config.py` finds the model that a file names and, with `rope.py`, reads the file's fields in every spelling.
 
 A window of tokens, a limit of scores and attention sinks change what attention itself computes:

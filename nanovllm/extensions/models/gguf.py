@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.rope import FULL, SLIDING
+from nanovllm.utils.validation import check
 
 NONE_IF_0 = "sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank".split()
 WINDOW = {"sliding_window": ("attention.sliding_window", 0)}
@@ -42,7 +43,10 @@ class GGUFModel:
         found |= {field: None for field in NONE_IF_0 if found.get(field) == 0}
         if cls.rotates_part:
             head_dim = raw["head_dim"]
-            found["partial_rotary_factor"] = number("rope.dimension_count", head_dim) / max(head_dim, 1)
+            size = number("rope.dimension_count", head_dim)
+            is_part = size in range(2, head_dim + 1, 2)
+            check(is_part, f"rope.dimension_count must be an even number up to {head_dim}", size)
+            found["partial_rotary_factor"] = size / head_dim
         has_bias, has_norms = raw["attention_bias"], "blk.0.attn_q_norm.weight" in stored
         return found | {
             "pad_token_id": None,

@@ -2,8 +2,9 @@
 
 An architecture without a class here is built by transformers. Its attention modules call a function that is
 registered under a name; ours stores keys and values in the paged cache and attends to those of each
-sequence, so that many sequences are computed as one row of tokens. Linear layers become this engine's, and
-norms, activations and rotations that compute the same on random input are replaced by its kernels.
+sequence, so that many sequences are computed as one row of tokens. Linear layers and plain experts become
+this engine's, and norms, activations and rotations that compute the same on random input are replaced by its
+kernels.
 
 - `config.py` reads the configuration; `model.py` builds the model; `weights.py` maps names of tensors.
 - `parts.py` has what stands in place of attention and experts, `classes.py` attention that calls no function;

@@ -1,4 +1,4 @@
-"""Parts of transformers' models for which this project has faster ones: products, norms, SwiGLU, rotations.
+"""Parts of transformers' models for which this project has faster ones: products, experts, norms, rotations.
 
 What a norm, a network or a rotation is, is found out by what it computes: it is replaced only where random
 numbers show that the other one computes the same.
