@@ -1117,7 +1117,7 @@ MUTATIONS = [
         "nanovllm/extensions/transformers/config",
         ('if settings.get("rope_type") == "longrope":', "if False:"),
         ("if model_type == kind and raw.get(field):", "if False:"),
-        (", object_hook=_read_float", ""),
+        ('float(fields["__float__"]) if "__float__" in fields else fields', "fields"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
         ("        check_rope(settings, known)\n", ""),
         (" and not hasattr(transformers, str(name))", ""),

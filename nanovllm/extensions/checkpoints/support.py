@@ -12,11 +12,12 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -46,8 +47,17 @@ class Unread:
     def dtype(self) -> torch.dtype | None:
         return self.stored.dtype
 
+    @property
+    def encoded(self) -> np.ndarray:
+        """Of a tensor of a GGUF file."""
+        return np.zeros(self.stored.encoded.shape, np.uint8)
+
     def __getitem__(self, index: Any) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=META)[index]
+
+
+def unread(tensors: Iterable[Any], *_: Any) -> Iterator[Unread]:
+    return map(Unread, tensors)
 
 
 class GoodValues(TorchFunctionMode):
@@ -107,9 +117,11 @@ def build(config: Config) -> ModelRunner:
 
 def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensors: Iterable[Any]) -> None:
     """Raises ValueError for a tensor that is missing, has no place, or has another shape or dtype."""
-    shapes = [Unread(each) for each in tensors if not each.name.endswith(UNREADABLE)]
-    checkpoint.fill, checkpoint.tensors = None, shapes.copy
-    checkpoint.changes = [change for change in checkpoint.changes if change is not gguf.on_device_of]
+    headers = [each for each in tensors if not each.name.endswith(UNREADABLE)]
+    checkpoint.fill, checkpoint.tensors = None, headers.copy
+    changes = [*checkpoint.changes]
+    changes.insert(isinstance(checkpoint, gguf.GGUFCheckpoint), unread)  # behind what names a file's tensors
+    checkpoint.changes = changes
     for matrix in matrices_of(model):
         matrix.library = None  # it packs values
     with torch_defaults(config.torch_dtype, META), GoodValues():

@@ -3,7 +3,6 @@
 Knows no layers. Whether the model can be run is found out when it is built (model.py).
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +82,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
         if model_type == kind and raw.get(field):
             raise ValueError(f"{field}={shown(raw[field])} is not supported for model type {kind!r}: {why}")
     try:
-        fields = json.loads(json.dumps(raw), object_hook=_read_float)
-        config = CONFIG_MAPPING[kind](**fields | {"architectures": None})
+        config = CONFIG_MAPPING[kind](**_copied(raw) | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
@@ -103,9 +101,12 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     return config
 
 
-def _read_float(fields: dict[str, Any]) -> Any:
-    """transformers writes infinity as {"__float__": "Infinity"}."""
-    return float(fields["__float__"]) if "__float__" in fields else fields
+def _copied(value: Any) -> Any:
+    """A copy of fields, with floats where transformers has written {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        fields = {name: _copied(each) for name, each in value.items()}
+        return float(fields["__float__"]) if "__float__" in fields else fields
+    return [*map(_copied, value)] if isinstance(value, list) else value
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

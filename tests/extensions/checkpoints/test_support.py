@@ -55,8 +55,21 @@ def packed(name: str) -> Callable[[Path], Path]:
     return write
 
 
+WIDTHS = dict(moe_intermediate_size=32, shared_expert_intermediate_size=32)
+
+
 def gguf_file(quantisation: str) -> Callable[[Path], Path]:
     return lambda folder: write_gguf(make_checkpoint(folder), quantisation, **byte_level_metadata("qwen2"))
+
+
+def gguf_of_transformers(folder: Path) -> Path:
+    make("qwen2_moe", folder, use_sliding_window=False, layer_types=None, **WIDTHS)
+    return write_gguf(folder, "Q8_0")
+
+
+def gguf_with_mxfp4(folder: Path) -> Path:
+    experts = {f"ffn_{part}_exps": "MXFP4" for part in ("gate", "up", "down")}
+    return write_gguf(make_checkpoint(folder, "gpt_oss", tokenizer=False), {"": "F32"} | experts)
 
 
 def with_a_bool(folder: Path) -> Path:
@@ -75,6 +88,8 @@ KINDS = {
     "transposed": lambda folder: make("gpt2", folder),
     "experts of transformers": lambda folder: make("mixtral", folder),
     "GGUF, in floating point": gguf_file("Q8_0"),
+    "GGUF of transformers": gguf_of_transformers,
+    "GGUF, experts in MXFP4": gguf_with_mxfp4,
 }
 
 
