@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -10,29 +10,11 @@ import torch
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check, check_bool, is_number
+from nanovllm.utils.validation import MAX_INT, MIN_FLOAT, Check, check, check_bool, integer, number
 
-MAX_SIZE = 2**31 - 1
 MAX_GRID = 2**16 - 1  # of a kernel's second and third dimension
 DEVICE = re.compile("auto|cpu|cuda(:[1-9]?[0-9])?")
 DTYPES = "float32", "bfloat16", "float16"
-
-# (value, name of the option) -> the value to keep. Raises ValueError naming the option, the value and what is
-# allowed.
-Check = Callable[[Any, str], Any]
-
-
-def integer(low: int, high: int = MAX_SIZE, *others: int | None) -> Check:
-    """An integer in this range, also numpy's, or one of the other values."""
-
-    def check_integer(value: Any, name: str) -> int | None:
-        if value is None and None in others:
-            return None
-        is_good = is_number(value, int) and (low <= value <= high or value in others)
-        check(is_good, f"{name} must be an integer from {low} to {high}", value)
-        return int(value)
-
-    return check_integer
 
 
 def one_of(*allowed: str) -> Check:
@@ -55,11 +37,6 @@ def check_block_size(value: Any, name: str) -> int:
     return size
 
 
-def check_share(value: Any, name: str) -> float:
-    check(is_number(value, float, 0, 1) and value != 0, f"{name} must be a number in (0, 1]", value)
-    return value
-
-
 def resolve_device(value: Any, name: str) -> str:
     """The device that "auto" stands for, or else the value itself."""
     device = str(value)
@@ -77,12 +54,12 @@ CHECKS = {
     "model": check_model,
     "max_num_batched_tokens": integer(1),
     "max_num_seqs": integer(1, MAX_GRID),
-    "max_model_len": integer(1, MAX_SIZE, None),
-    "gpu_memory_utilization": check_share,
+    "max_model_len": integer(1, MAX_INT, None),
+    "gpu_memory_utilization": number(MIN_FLOAT, 1, "a number in (0, 1]"),
     "tensor_parallel_size": integer(1, 8),
     "enforce_eager": check_bool,
     "kvcache_block_size": check_block_size,
-    "num_kvcache_blocks": integer(1, MAX_SIZE, -1),
+    "num_kvcache_blocks": integer(1, MAX_INT, -1),
     "device": resolve_device,
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "safetensors"),

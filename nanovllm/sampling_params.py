@@ -4,16 +4,20 @@ nothing of the engine.
 The core serves a few of the fields. Those of others are checked by what serves them, see `checks`.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nanovllm.utils.validation import check, check_bool, is_number
+from nanovllm.utils.validation import MAX_FLOAT, MAX_INT, Check, check_bool, integer, number
 
 MAX_SEED = 2**63 - 1
-MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
+CHECKS = {
+    "temperature": number(0, MAX_FLOAT, "finite and at least 0 (0 is greedy)"),
+    "max_tokens": integer(1, MAX_INT, None),
+    "ignore_eos": check_bool,
+    "seed": integer(0, MAX_SEED, None),
+}
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -89,23 +93,11 @@ class SamplingParams:
     checks: ClassVar[list[Callable[["SamplingParams"], None]]] = []  # of fields that the core does not serve
 
     def __post_init__(self) -> None:
-        check_bool(self.ignore_eos, "ignore_eos")
-        self.set_number("temperature", float, 0, sys.float_info.max, "finite and at least 0 (0 is greedy)")
-        self.set_optional("max_tokens", 1, MAX_TOKENS)
-        self.set_optional("seed", 0, MAX_SEED)
+        self.check(CHECKS)
         for check_others in self.checks:
             check_others(self)
 
-    def set_number(self, name: str, kind: type, low: float, high: float, allowed: str) -> None:
-        """Check a number, and keep it as Python's own: numpy's may overflow in sums."""
-        value = getattr(self, name)
-        self.check(is_number(value, kind, low, high), name, allowed)
-        setattr(self, name, kind(value))
-
-    def set_optional(self, name: str, low: int, high: int) -> None:
-        """The same for an integer or None."""
-        if getattr(self, name) is not None:
-            self.set_number(name, int, low, high, f"None or an integer from {low} to {high}")
-
-    def check(self, is_good: bool, name: str, allowed: str) -> None:
-        check(is_good, f"{name} must be {allowed}", getattr(self, name))
+    def check(self, checks: Mapping[str, Check]) -> None:
+        """Keep what the checks make of these fields."""
+        for name, check in checks.items():
+            setattr(self, name, check(getattr(self, name), name))

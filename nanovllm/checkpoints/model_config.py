@@ -8,15 +8,26 @@ importing that takes longer than loading a small model.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.utils.validation import check, check_bool, is_number, shown
+from nanovllm.utils.validation import check, check_bool, integer, number, shown
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False}
 # Settings that may have this value only.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False, "rope_scaling": None, "quantization_config": None}
-SIZES = ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 # No real model comes near; without a limit, memory would run out first.
 MAX_LAYERS, MAX_SIZE = 2**10, 2**24
+check_size = integer(1, MAX_SIZE)
+CHECKS = {
+    "rms_norm_eps": number(0, 1),
+    "attention_bias": check_bool,
+    "tie_word_embeddings": check_bool,
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "hidden_size": check_size,
+    "intermediate_size": check_size,
+    "vocab_size": check_size,
+    "max_position_embeddings": check_size,
+    "num_attention_heads": check_size,
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     rope = given.get("rope_parameters", {"rope_theta": given.get("rope_theta", 10000.0)})
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")
-    check_number("rope_theta", rope.get("rope_theta"), 2, 1e15)
+    number(2, 1e15)(rope.get("rope_theta"), "rope_theta")
     limit = values["max_position_embeddings"]
     return values | {
         "rope_parameters": {"rope_theta": rope["rope_theta"]},
@@ -97,29 +108,16 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_sizes(values: dict[str, Any]) -> dict[str, Any]:
     """Check sizes and flags and add those that are missing. Raises ValueError naming one that is wrong."""
-    check_number("rms_norm_eps", values["rms_norm_eps"], 0, 1)
-    for name in ("attention_bias", "tie_word_embeddings"):
-        check_bool(values[name], name)
-    check_size("num_hidden_layers", values.get("num_hidden_layers"), MAX_LAYERS)
-    for name in SIZES:
-        check_size(name, values.get(name))
+    for name, check_value in CHECKS.items():
+        check_value(values.get(name), name)
     heads = values["num_attention_heads"]
     kv_heads = values.setdefault("num_key_value_heads", heads)
     head_dim = values.setdefault("head_dim", values["hidden_size"] // heads)
-    check_size("num_key_value_heads", kv_heads)
-    check_size("head_dim", head_dim)
+    check_size(kv_heads, "num_key_value_heads")
+    check_size(head_dim, "head_dim")
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
     check(head_dim % 2 == 0, "head_dim must be even", head_dim)
     dtype = values.get("dtype") or values.get("torch_dtype")  # the second is the older spelling
     values["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     return values
-
-
-def check_size(name: str, value: Any, limit: int = MAX_SIZE) -> None:
-    check(is_number(value, int, 1, limit), f"{name} must be an integer from 1 to {limit}", value)
-
-
-def check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    is_good = is_number(value, float, least, greatest)
-    check(is_good, f"{name} must be a number from {least} to {greatest}", value)

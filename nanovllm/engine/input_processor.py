@@ -9,8 +9,8 @@ from nanovllm.config import Config
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Request
 from nanovllm.layers.sampler import selected
-from nanovllm.sampling_params import MAX_TOKENS, SamplingParams
-from nanovllm.utils.validation import check, is_number, shown
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.validation import MAX_INT, check, is_number, shown
 
 Prompt = str | list[int]
 
@@ -77,7 +77,7 @@ class InputProcessor:
         """A prompt with parameters that `read_params` has read. Messages call the prompt `name`."""
         token_ids = self.read_prompt(prompt, name)
         self.check_length(len(token_ids), 1, name)
-        most = len(token_ids) + (params.max_tokens or MAX_TOKENS)
+        most = len(token_ids) + (params.max_tokens or MAX_INT)
         ends = frozenset() if params.ignore_eos else self.eos
         request = Request(
             token_ids,

@@ -1,15 +1,22 @@
-"""How error messages show a value that is refused: its repr, shortened to at most MAX_SHOWN characters.
+"""Checks of values, and how error messages show what is refused: its repr, of at most MAX_SHOWN characters.
 
-This takes milliseconds and raises nothing, whatever the value is: endless, nested a thousand times, with a
+Showing takes milliseconds and raises nothing, whatever the value is: endless, nested a thousand times, with a
 repr that raises an error or cannot be printed.
 """
 
 import math
 import reprlib
+import sys
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
 MAX_SHOWN = 500
+MAX_INT = 2**31 - 1
+MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
+
+# (value, its name) -> the value to keep. Raises ValueError with the name, the value and what is allowed.
+Check = Callable[[Any, str], Any]
 
 
 class _ShortRepr(reprlib.Repr):
@@ -52,6 +59,28 @@ def is_number(value: Any, kind: type, low: float = -math.inf, high: float = math
     """Whether it is an int or a float (kind), or numpy's, from `low` to `high`. NaN is in no range."""
     number = Integral if kind is int else Real
     return isinstance(value, number) and not isinstance(value, bool) and low <= value <= high
+
+
+def number(low: float, high: float, allowed: str = "", kind: type = float, others: tuple = ()) -> Check:
+    """
+    A number in this range, also numpy's, or one of the other values. Kept as an int or a float (kind) of
+    Python's: numpy's may overflow in sums.
+    """
+    allowed = allowed or f"a number from {low} to {high}"
+
+    def check_number(value: Any, name: str) -> Any:
+        if value is None and None in others:
+            return None
+        is_good = is_number(value, kind) and (low <= value <= high or value in others)
+        check(is_good, f"{name} must be {allowed}", value)
+        return kind(value)
+
+    return check_number
+
+
+def integer(low: int, high: int = MAX_INT, *others: int | None) -> Check:
+    allowed = "None or an integer" if None in others else "an integer"
+    return number(low, high, f"{allowed} from {low} to {high}", int, others)
 
 
 def check_bool(value: Any, name: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.checkpoints.model_config import check_size
-from nanovllm.utils.validation import check, check_bool
+from nanovllm.utils.validation import check, check_bool, integer
 
 MAX_EXPERTS = 2**12
 
@@ -26,10 +26,10 @@ class ExpertsConfig:
     is_stored_apart: bool = False  # each expert's matrices, where else one tensor has all
 
     def __post_init__(self) -> None:
-        check_size("num_experts", self.num_experts, MAX_EXPERTS)
-        check_size("num_experts_per_tok", self.num_experts_per_tok, self.num_experts)
-        check_size("moe_intermediate_size", self.moe_intermediate_size)
-        check_size("decoder_sparse_step", self.decoder_sparse_step)
+        integer(1, MAX_EXPERTS)(self.num_experts, "num_experts")
+        integer(1, self.num_experts)(self.num_experts_per_tok, "num_experts_per_tok")
+        check_size(self.moe_intermediate_size, "moe_intermediate_size")
+        check_size(self.decoder_sparse_step, "decoder_sparse_step")
         check_bool(self.norm_topk_prob, "norm_topk_prob")
         layers = self.mlp_only_layers
         is_list = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)

@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.model_config import (
-    MAX_SIZE,
-    ModelConfig,
-    check_number,
-    check_size,
-    read_sizes,
-)
+from nanovllm.checkpoints.model_config import MAX_SIZE, ModelConfig, check_size, read_sizes
 from nanovllm.extensions.experts.config import ExpertsConfig, read_experts
 from nanovllm.extensions.models.rope import (
     FULL,
@@ -28,7 +22,7 @@ from nanovllm.extensions.models.rope import (
     read_object,
     read_rope_parameters,
 )
-from nanovllm.utils.validation import check, check_bool, shown
+from nanovllm.utils.validation import check, check_bool, number, shown
 
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -141,7 +135,7 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
     scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
-    check_number("query_pre_attn_scalar", scalar, 1e-6, 1e15)
+    number(1e-6, 1e15)(scalar, "query_pre_attn_scalar")
     rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
     for settings in (given, rope):
@@ -168,10 +162,10 @@ def _read_windows(values: Fields) -> tuple[int, ...]:
     kinds, allowed = [FULL] * num_layers, [FULL]
     if check_bool(values["use_sliding_window"], "use_sliding_window") and window is not None:
         allowed.append(SLIDING)
-        check_size("sliding_window", window)
+        check_size(window, "sliding_window")
         first, every = values["max_window_layers"], values["sliding_window_pattern"]
-        check_number("max_window_layers", first, 0, MAX_SIZE)
-        check_number("sliding_window_pattern", every, 0, MAX_SIZE)
+        number(0, MAX_SIZE)(first, "max_window_layers")
+        number(0, MAX_SIZE)(every, "sliding_window_pattern")
         kinds = [FULL if i < first or every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     kinds = values.get("layer_types", kinds)
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.model_config import check_number, check_size
-from nanovllm.utils.validation import check, is_number, shown
+from nanovllm.checkpoints.model_config import check_size
+from nanovllm.utils.validation import check, is_number, number, shown
 
 Fields = dict[str, Any]  # of config.json
 
@@ -89,7 +89,7 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     check_rope_keys(settings)
     for name in ROPE_NUMBERS:
         if name in settings or name in ROPE_TYPES[kind]:
-            check_number(name, settings.get(name), 2 if name == "rope_theta" else 1e-6, 1e15)
+            number(2 if name == "rope_theta" else 1e-6, 1e15)(settings.get(name), name)
     if kind == "frequency_factors":
         factors, count = settings.get("factors"), values["head_dim"] // 2
         are_many = isinstance(factors, list) and len(factors) == count
@@ -109,7 +109,7 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
     if "factor" not in ROPE_TYPES[rope_parameters["rope_type"]]:
         return trained
     limit = int(max(trained, rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]))
-    check_size("the context, extended by the rotary factor,", limit)
+    check_size(limit, "the context, extended by the rotary factor,")
     return limit
 
 

@@ -1,35 +1,46 @@
 """Checks of sampling parameters that extensions serve."""
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.sampling_params import MAX_LOGPROBS, MAX_TOKENS, SamplingParams
-from nanovllm.utils.validation import check_bool, is_number, shown
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.utils.validation import (
+    MAX_FLOAT,
+    MAX_INT,
+    MIN_FLOAT,
+    check,
+    check_bool,
+    integer,
+    is_number,
+    number,
+    shown,
+)
 
-MIN_FLOAT, MAX_FLOAT = sys.float_info.min, sys.float_info.max
 MAX_N = 16_384
 MAX_LOGIT_BIAS = 100.0
 TEXTS = "a list of texts, none of them empty or with a lone surrogate"
 IDS = "a list of token ids"
+CHECKS = {
+    "include_stop_str_in_output": check_bool,
+    "skip_special_tokens": check_bool,
+    "detokenize": check_bool,
+    "top_p": number(MIN_FLOAT, 1, "above 0 and at most 1"),
+    "top_k": number(-1, MAX_INT, "0 or -1 (all tokens) or an integer above", int),
+    "min_p": number(0, 1, "from 0 to 1"),
+    "presence_penalty": number(-2, 2, "from -2 to 2"),
+    "frequency_penalty": number(-2, 2, "from -2 to 2"),
+    "repetition_penalty": number(MIN_FLOAT, MAX_FLOAT, "a number above 0"),
+    "n": integer(1, MAX_N),
+    "logprobs": integer(0, MAX_LOGPROBS, None),
+    "prompt_logprobs": integer(0, MAX_LOGPROBS, None),
+}
 
 
 def check_sampling(params: SamplingParams) -> None:
     """Numbers and flags become Python's own, collections become tuples. Raises ValueError."""
     _set_each(params, "stop_token_ids", as_tuple(params.stop_token_ids), is_token_id, int, IDS)
-    for name in ("include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-        check_bool(getattr(params, name), name)
-    params.set_number("top_p", float, MIN_FLOAT, 1, "above 0 and at most 1")
-    params.set_number("top_k", int, -1, MAX_TOKENS, "0 or -1 (all tokens) or an integer above")
-    params.set_number("min_p", float, 0, 1, "from 0 to 1")
-    for name in ("presence_penalty", "frequency_penalty"):
-        params.set_number(name, float, -2, 2, "from -2 to 2")
-    params.set_number("repetition_penalty", float, MIN_FLOAT, MAX_FLOAT, "a number above 0")
-    params.set_number("n", int, 1, MAX_N, f"an integer from 1 to {MAX_N}")
-    params.set_optional("logprobs", 0, MAX_LOGPROBS)
-    params.set_optional("prompt_logprobs", 0, MAX_LOGPROBS)
-    most, said = params.max_tokens or MAX_TOKENS, f"an integer from 0 to max_tokens={params.max_tokens}"
-    params.set_number("min_tokens", int, 0, most, said)
+    said = f"an integer from 0 to max_tokens={params.max_tokens}"
+    params.check(CHECKS | {"min_tokens": number(0, params.max_tokens or MAX_INT, said, int)})
     given = params.stop
     stop = (given,) if isinstance(given, str) else as_tuple(given)
     _set_each(params, "stop", stop, is_text, str, f"a text or {TEXTS}")
@@ -56,12 +67,13 @@ def _set_each(
     allowed: str,
 ) -> None:
     """Check each value of a collection, and keep them as a tuple."""
-    params.check(values is not None, name, allowed)
+    given, rule = getattr(params, name), f"{name} must be {allowed}"
+    check(values is not None, rule, given)
     for value in values:
         if not is_good(value):
             # A long collection is shortened in the message, so that it may not show the bad value.
-            is_alone = value is getattr(params, name)
-            params.check(False, name, allowed if is_alone else f"{allowed} (at fault: {shown(value)})")
+            fault = "" if value is given else f" (at fault: {shown(value)})"
+            check(False, rule + fault, given)
     setattr(params, name, tuple(map(convert, values)))
 
 

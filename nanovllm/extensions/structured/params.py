@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ class StructuredOutputsParams:
 
 def check_structured_outputs(params: SamplingParams) -> None:
     """The check of this field of SamplingParams."""
-    is_good = isinstance(params.structured_outputs, StructuredOutputsParams | None)
-    params.check(is_good, "structured_outputs", "None or StructuredOutputsParams")
-    if params.structured_outputs is not None and params.allowed_token_ids is not None:
+    given = params.structured_outputs
+    is_good = isinstance(given, StructuredOutputsParams | None)
+    check(is_good, "structured_outputs must be None or StructuredOutputsParams", given)
+    if given is not None and params.allowed_token_ids is not None:
         found = f"allowed_token_ids={shown(params.allowed_token_ids)}"
         raise ValueError(f"structured_outputs decide which tokens are allowed, got {found} as well")

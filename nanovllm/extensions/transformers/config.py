@@ -6,8 +6,8 @@ Knows no layers. Whether the model can be run is found out when it is built (mod
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.checkpoints.model_config import check_number, check_size
-from nanovllm.utils.validation import shown
+from nanovllm.checkpoints.model_config import check_size
+from nanovllm.utils.validation import number, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
@@ -91,7 +91,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
         if (value := settings.pop("attn_factor", None)) is None:
             continue
         # transformers knows no factor beside YaRN's own, but one in its place.
-        check_number("attn_factor", value, 1e-6, 1e15)
+        number(1e-6, 1e15)(value, "attn_factor")
         rope_type = settings.get("rope_type")
         if settings is not config.rope_parameters or rope_type != "yarn":
             raise ValueError(
@@ -143,7 +143,7 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
 def _context_limit(config: Any) -> int:
     """Positions that the checkpoint is for."""
     limit = getattr(config, "max_position_embeddings", None)
-    check_size("max_position_embeddings", limit)
+    check_size(limit, "max_position_embeddings")
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - KINDS_OF_LAYERS:
         raise ValueError(f"layer_types {sorted(others)} are not supported, only {sorted(KINDS_OF_LAYERS)}")
