@@ -18,7 +18,7 @@ SIZE = 16
 
 
 class WatchBlocks(Observer):
-    is_active = watches = True
+    watches = True
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str, int]] = []

@@ -27,7 +27,6 @@ class Observer:
     those from `started` on by the loop, on rank 0's host. What one raises ends the start or the step.
     """
 
-    is_active = False  # whether after_step is called
     watches = False  # whether those from admitted to preempted are called
 
     def starting(self, rank: int, make_runner: Callable) -> None:
@@ -68,9 +67,6 @@ class Observer:
 
     def launching(self, step: Any) -> None:
         """The batch of this `Step` is complete, and is about to be run."""
-
-    def first_token(self, seq: Sequence) -> None:
-        """The sequence has got the first token of its completion."""
 
     def preempted(self, seq: Sequence) -> None:
         """The sequence has lost its blocks, and waits again."""

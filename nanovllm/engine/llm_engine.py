@@ -17,7 +17,6 @@ from nanovllm.checkpoints.folder import Checkpoint, FolderCheckpoint
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import SHUT_DOWN, EngineDeadError, Ranks
 from nanovllm.engine.batch import Batch, BatchMaker, StepOutput
-from nanovllm.engine.block_manager import tell_nobody
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.model_runner import ModelRunner
@@ -74,10 +73,8 @@ class LLMEngine:
                 self.exit()
                 raise
         parts, processors = self.parts, self.parts.logits_processors
-        self.observers = parts.observers
-        self.notify = partial(notify, self.observers)
-        self.watchers = [observer for observer in self.observers if observer.watches]
-        self.tell = partial(notify, self.watchers) if self.watchers else tell_nobody
+        self.notify = partial(notify, parts.observers)
+        self.tell = partial(notify, [observer for observer in parts.observers if observer.watches])
         self.scheduler = Scheduler(self.config, parts.prefix_cache, parts.admissions, parts.policy, self.tell)
         self.batches = BatchMaker(self.config, parts, self.model_runner.backend)
         self.prompts = self.make_prompts(self.config, self.tokenizer, processors)
@@ -201,8 +198,7 @@ class LLMEngine:
         sequences = step.sequences
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
-        if self.watchers:
-            self.tell("launching", step)
+        self.tell("launching", step)
         with self.model_runner.on_device():
             output = self.model_runner.call("run", step.batch)
             step.output = output and output.to_host(step.batch)
@@ -225,13 +221,7 @@ class LLMEngine:
         for name, tensors in step.output.tensors.items():
             self.parts.logits_processor(name).record(step.sequences, [*step.drawing], tensors)
         finished = self.scheduler.postprocess(step.drawing, token_ids)
-        if self.watchers:
-            for seq, position in step.drawing.items():
-                if position == seq.num_prompt_tokens:
-                    self.tell("first_token", seq)
-        for observer in self.observers:
-            if observer.is_active:
-                observer.after_step(step)
+        self.notify("after_step", step)
         for seq in finished:
             self.end(seq, seq.finish_reason, seq.stop_reason)
 
@@ -266,7 +256,7 @@ class LLMEngine:
             except Exception as error:
                 message = f"the engine cannot go on after a step that failed: {error}"
                 raise EngineDeadError(message) from error
-        kept = [seq for observer in self.observers for seq in observer.failed(self.attempt)]
+        kept = [seq for observer in self.parts.observers for seq in observer.failed(self.attempt)]
         self.unfinished = {seq.seq_id: seq for seq in kept}
         self.scheduler.clear(kept)
         self.notify("cleared")

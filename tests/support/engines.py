@@ -55,7 +55,7 @@ class Watch:
 
 
 def observer_of(llm: LLMEngine, kind: type) -> Observer:
-    return next(observer for observer in llm.observers if isinstance(observer, kind))
+    return next(observer for observer in llm.parts.observers if isinstance(observer, kind))
 
 
 def tokens_of(results: list[dict]) -> list[list[int]]:

@@ -18,11 +18,10 @@ class StopTexts(Observer):
         for seq in sequences:
             if seq.request.params.stop:
                 self.texts[seq.seq_id] = GrowingText(self.engine.tokenizer, seq)
-        self.is_active = bool(self.texts)
 
     def after_step(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
-        for seq in step.drawing:
+        for seq in step.drawing if self.texts else ():
             if (text := self.texts.get(seq.seq_id)) is None:
                 continue
             try:
@@ -34,8 +33,6 @@ class StopTexts(Observer):
 
     def ended(self, seq: Sequence) -> None:
         self.texts.pop(seq.seq_id, None)
-        self.is_active = bool(self.texts)
 
     def cleared(self) -> None:
         self.texts.clear()
-        self.is_active = False

@@ -51,7 +51,7 @@ class RecordedSequence:
 
 
 class Recorder(Observer):
-    is_active = watches = True
+    watches = True
 
     def __init__(self, write: Callable[["Recorder"], None]):
         """`write` is called once, when the engine ends, by `exit()` or with Python."""
@@ -91,11 +91,6 @@ class Recorder(Observer):
         self.hits[seq.seq_id] = hit.num_tokens
         for index, block_id in enumerate(hit.blocks):
             self.note("hit", block_id, seq.seq_id, index)
-
-    def first_token(self, seq: Sequence) -> None:
-        number = len(self.steps) - len(self.in_flight)  # of the step that is being collected
-        if (known := self.sequences.get(seq.seq_id)) is not None and number < len(self.steps):
-            known.first_token = number
 
     def preempted(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:
@@ -140,6 +135,10 @@ class Recorder(Observer):
         # The device cannot begin a step before it has ended the one in front.
         recorded.device = recorded.end - max(recorded.start + recorded.host, self.last_end)
         self.last_end = recorded.end
+        for seq, position in step.drawing.items():
+            known = self.sequences.get(seq.seq_id)
+            if known is not None and position == seq.num_prompt_tokens:
+                known.first_token = len(self.steps) - len(self.in_flight) - 1
 
     def ended(self, seq: Sequence) -> None:
         if (known := self.sequences.get(seq.seq_id)) is not None:

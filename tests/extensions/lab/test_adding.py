@@ -57,7 +57,7 @@ def make(base, **members):
     if base is LogitsProcessor:
         members = {"name": "mine", "wants": lambda self, params: True} | members
     if base is Observer:
-        members = {"is_active": True, "watches": True} | members
+        members = {"watches": True} | members
     return type("Mine", (base,), members)()
 
 
@@ -237,7 +237,7 @@ def test_hooks_of_torch_see_a_layer_in_eager_steps(model):
 
 BAD = {
     **{f"Observer.{hook}": make(Observer, **{hook: fail}) for hook in (
-        "added", "admitted", "block", "first_token", "launching", "after_step", "ended",
+        "added", "admitted", "block", "launching", "after_step", "ended",
         "before_first_decode",
     )},
     **{f"LogitsProcessor.{hook}": make(LogitsProcessor, **{hook: fail}) for hook in (

@@ -25,7 +25,7 @@ HOSTILE = "</script><script>document.title = 'run'</script><!-- <b>"
 class Snapshots(Observer):
     """What the engine holds when each step is launched. Before this one the youngest is preempted."""
 
-    is_active = watches = True
+    watches = True
 
     def __init__(self, preempt_before=None):
         self.taken, self.preempt_before = [], preempt_before
