@@ -203,9 +203,8 @@ def serve(commands: connection.Connection, rank: int, folder: str) -> NoReturn:
     group = parts.make_collectives(rank, config.tensor_parallel_size, store)
     runner = make_runner(config, parts, group)
     runner.start(checkpoint)
-    with runner.on_device():
-        while True:
-            while not commands.poll(1):
-                if runner.device.type == "cuda":  # raise an error of the device, for which nobody waits here
-                    torch.cuda.current_stream().query()
-            runner.call(*commands.recv())
+    while True:
+        while not commands.poll(1):
+            if runner.device.type == "cuda":  # raise an error of the device, for which nobody waits here
+                torch.cuda.default_stream(runner.device).query()
+        runner.call(*commands.recv())

@@ -199,9 +199,7 @@ class LLMEngine:
         step.batch = self.batches.prefill(sequences) if is_prefill else self.batches.decode(sequences)
         step.num_tokens = len(step.batch.token_ids) if is_prefill else -len(sequences)
         self.tell("launching", step)
-        with self.model_runner.on_device():
-            output = self.model_runner.call("run", step.batch)
-            step.output = output and output.to_host(step.batch)
+        step.output = self.model_runner.call("run", step.batch)
         step.drawing = self.scheduler.advance(sequences)
 
     def _sample(self, step: Step) -> None:
@@ -211,8 +209,7 @@ class LLMEngine:
         """
         wanted = selected(self.parts.logits_processors, step.batch.wanted)
         messages = {each.name: each.host_input(step.sequences) for each in wanted if each.waits_for_host}
-        with self.model_runner.on_device():
-            step.output = self.model_runner.call("sample", messages).to_host(step.batch)
+        step.output = self.model_runner.call("sample", messages)
 
     def _collect(self, step: Step) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""

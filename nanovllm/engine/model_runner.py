@@ -97,7 +97,7 @@ class ModelRunner:
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         if has_kernels and not config.enforce_eager:
             self.graphs = CudaGraphs(self.device)
-        self.unsampled: Draw | None = None  # draws the tokens of the step that has begun
+        self.unsampled: tuple[Draw, Batch] | None = None  # what draws the step that waits for the host
         # The kinds of decode steps that have run, and their recordings as far as there are any.
         self.decoded: dict[Kind, Callable[[], Draw] | None] = {}
 
@@ -110,9 +110,10 @@ class ModelRunner:
     def call(self, name: str, *args: Any) -> Any:
         """Call a method on this rank; on rank 0, on every rank. Returns its result on this one."""
         try:
-            if self.ranks is None:
+            if self.ranks is not None:
+                return self.ranks.call(name, *args)
+            with self.on_device():
                 return getattr(self, name)(*args)
-            return self.ranks.call(name, *args)
         except Exception as error:
             self.notify("failing", error)
             raise
@@ -132,12 +133,11 @@ class ModelRunner:
 
     def reset(self) -> None:
         """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
-        with self.on_device():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            for part in (self.slots, *self.parts.logits_processors):
-                part.reset()
-            self.unsampled = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for part in (self.slots, *self.parts.logits_processors):
+            part.reset()
+        self.unsampled = None
 
     @torch.inference_mode()
     def warmup_model(self) -> int:
@@ -169,8 +169,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput | None:
         """
-        Enqueue a step on the device without waiting for it. A later step may overwrite its output. Where a
-        logits processor waits for the host this is the step's forward pass, and `sample` must follow.
+        Enqueue a step on the device, and the copy of its output to the host, without waiting for them. Where
+        a logits processor waits for the host this is the step's forward pass, and `sample` must follow.
         """
         if batch.slot_updates is not None:
             self.slots.apply(batch.slot_updates)
@@ -178,16 +178,16 @@ class ModelRunner:
             self.receive(batch.messages)
         draw = self.forward(batch)
         if not batch.wanted & self.waiting:
-            return draw()
-        self.unsampled = draw
+            return draw().to_host(batch)
+        self.unsampled = draw, batch
         return None
 
     @torch.inference_mode()
     def sample(self, messages: dict[str, Any]) -> StepOutput:
         """Finish the step that `run` has begun, with what logits processors have waited for."""
         self.receive(messages)
-        draw, self.unsampled = self.unsampled, None
-        return draw()
+        (draw, batch), self.unsampled = self.unsampled, None
+        return draw().to_host(batch)
 
     def receive(self, messages: dict[str, Any]) -> None:
         for name, message in messages.items():

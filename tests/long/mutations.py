@@ -369,7 +369,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "model_runner",
-        ("                part.reset()", "                pass"),
+        ("            part.reset()", "            pass"),
         ("kind = size, batch.plan_key, batch.wanted", "kind = size, batch.plan_key, 0"),
     ),
     *mutations_of(

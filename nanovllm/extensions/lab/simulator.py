@@ -4,7 +4,6 @@ Schedulers, policies, prefix caches and admissions can be compared with it in se
 requests and on any computer. Tokens mean nothing: all are the same, so completions end at max_tokens.
 """
 
-import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +33,6 @@ class SimulatedRunner:
         self.clock = 0.0
         self.kv_cache = SimpleNamespace(num_blocks=num_blocks)
         self.backend = AttentionBackend()
-
-    def on_device(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
 
     def call(self, name: str, *args: Any) -> Any:
         if name == "run":
