@@ -9,14 +9,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.runtime import TRITON_DEVICES, cdiv, masked_load, tl, triton
+from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton, use_triton
 
 BLOCK = 1024
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [..., 2 * width] -> silu(x[..., :width]) * x[..., width:]; silu is computed in float32."""
-    return activate_and_mul(x, silu) if x.device.type in TRITON_DEVICES else silu_and_mul_torch(x)
+    return activate_and_mul(x, silu) if use_triton(x) else silu_and_mul_torch(x)
 
 
 def silu_and_mul_torch(x: Tensor) -> Tensor:

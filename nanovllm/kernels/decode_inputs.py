@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import TRITON_DEVICES, tl, triton
+from nanovllm.kernels.runtime import tl, triton, use_triton
 
 
 class DecodeInputs(NamedTuple):
@@ -41,7 +41,7 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
     The inputs of the sequences with these slots, int32 [batch]; of a prefill step, what it needs of them.
     Adds 1 to their lengths in the table, for the step that follows.
     """
-    if slots.device.type not in TRITON_DEVICES:
+    if not use_triton(slots):
         return decode_inputs_torch(slots, tables, block_size)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:

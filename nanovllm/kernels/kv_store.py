@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanovllm.kernels.attention_variant import Hooks
 from nanovllm.kernels.runtime import (
-    TRITON_DEVICES,
     cdiv,
     masked_load,
     next_power_of_2,
@@ -22,12 +21,13 @@ from nanovllm.kernels.runtime import (
     pdl_wait,
     tl,
     triton,
+    use_triton,
 )
 
 
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write key, value [tokens, kv_heads, head_dim] to slot_mapping [tokens]."""
-    if key.device.type not in TRITON_DEVICES:
+    if not use_triton(key):
         return store_kvcache_torch(key, value, k_cache, v_cache, slot_mapping)
     key, value = key.contiguous(), value.contiguous()
     to = k_cache, v_cache, slot_mapping

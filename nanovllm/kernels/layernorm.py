@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.runtime import (
-    TRITON_DEVICES,
     masked_load,
     next_power_of_2,
     overlap_options,
     pdl_wait_then_launch,
     tl,
     triton,
+    use_triton,
 )
 
 
@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     (normed total, total) for total = x + residual, all [..., hidden] and in the dtype of x, where normed is
     total / rms(total) * weight [hidden]. Without a residual the total is x; else the residual is contiguous.
     """
-    if x.device.type not in TRITON_DEVICES:
+    if not use_triton(x):
         return add_rms_norm_torch(x, residual, weight, eps)
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden)

@@ -15,13 +15,13 @@ from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     LOG2_E,
     MINUS_INF,
-    TRITON_DEVICES,
     arrival_counters,
     cdiv,
     next_power_of_2,
     num_multiprocessors,
     tl,
     triton,
+    use_triton,
 )
 
 BLOCK = 1024
@@ -41,7 +41,7 @@ def sample(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     (layers/sampler.py). Of equal scores the lowest token id wins. Scores with noise are log2(e) times those
     of the formula, because the GPU's logarithm has base 2.
     """
-    if logits.device.type not in TRITON_DEVICES:
+    if not use_triton(logits):
         return sample_torch(logits, step)
     batch, vocab = logits.shape
     num_tiles = cdiv(vocab, BLOCK)

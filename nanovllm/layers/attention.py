@@ -17,7 +17,7 @@ from nanovllm.kernels.decode_attention import paged_decode_attention, paged_deco
 from nanovllm.kernels.kv_store import ROWS, CacheLayout, qk_norm_rope_store
 from nanovllm.kernels.kv_store import store_kvcache as store_kvcache
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention, varlen_prefill_attention_torch
-from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES
+from nanovllm.kernels.runtime import HAVE_TRITON, TRITON_DEVICES, use_triton
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, get_context
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         """
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(heads, dim=1)
-        if qkv.device.type not in TRITON_DEVICES:
+        if not use_triton(qkv):
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return self.store(*rotary_emb(positions, q, k), v)
