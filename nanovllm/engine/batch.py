@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     num_sequences: int
     wanted: int  # the logits processors that at least one of the sequences wants, a bit each
     slot_updates: np.ndarray | None  # see DeviceSlots.apply
-    messages: dict[str, Any] | None = None  # by part of the engine: what it has prepared for every rank
+    messages: dict[str, Any]  # by part of the engine: what it has prepared for every rank, or None
     plan_key: Hashable = False  # of a decode step, see AttentionBackend
     slots: np.ndarray | None = None  # int32 [sequences]
     lens_q: list[int] | None = None  # of each sequence: tokens to be computed
@@ -80,7 +80,7 @@ class BatchMaker:
             len(sequences),
             wanted & self.of_decode,
             np.array([[*updates], [*updates.values()]], dtype=np.int32) if updates else None,
-            None if message is None else {"attention": message},
+            {"attention": message},
             plan_key,
         )
 

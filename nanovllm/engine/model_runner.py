@@ -174,8 +174,7 @@ class ModelRunner:
         """
         if batch.slot_updates is not None:
             self.slots.apply(batch.slot_updates)
-        if batch.messages:
-            self.receive(batch.messages)
+        self.receive(batch.messages)
         draw = self.forward(batch)
         if not batch.wanted & self.waiting:
             return draw().to_host(batch)
