@@ -79,10 +79,6 @@ class AttentionBackend:
     def inputs(self, batch_size: int, key: Hashable) -> Any:
         """The plan for so many sequences: tensors that stay where they are, with no work at first."""
 
-    def stats(self) -> dict[str, int]:
-        """Counts for `LLMEngine.stats`, on rank 0."""
-        return {}
-
     def close(self) -> None:
         """Free the tables."""
 

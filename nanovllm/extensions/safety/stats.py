@@ -39,7 +39,7 @@ class StatsLLM(LLMEngine):
             "num_cached_tokens": counts["cached"],
             **getattr(self.parts.prefix_cache, "stats", dict)(),
             "cache_hit_rate": counts["cached"] / max(counts["prompt"], 1),
-            **self.batches.backend.stats(),
+            **getattr(self.batches.backend, "stats", dict)(),
             "num_generated_tokens": scheduler.num_drawn_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_kv_cache_tokens": config.num_kvcache_blocks * config.kvcache_block_size,
