@@ -83,19 +83,3 @@ class AttentionVariant:
         and a mask, or `is_causal`: as many queries as keys, and each sees the keys up to its own.
         """
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.scale)
-
-    def attend_and_sum(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, first_sums: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Attention of q [..., queries, head_dim] over k and v [..., keys, head_dim] where the mask is true, and
-        the log of each softmax's denominator [..., queries]: float32. `first_sums`, which are broadcast to
-        [..., queries, 1], are logs of what the denominators begin with. A query that sees nothing gets zeros.
-        """
-        scores = self.score(q.float() @ k.mT.float() * self.scale)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        log_sums = scores.logsumexp(-1, keepdim=True)
-        if first_sums is not None:
-            log_sums = torch.logaddexp(log_sums, first_sums)
-        return (scores - log_sums).exp().nan_to_num() @ v.float(), log_sums.squeeze(-1)

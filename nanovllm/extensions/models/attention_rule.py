@@ -67,8 +67,13 @@ class AttentionRule(AttentionVariant):
             return super().attend(q, k, v, mask, is_causal)
         if is_causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        first_sums = None if self.sinks is None else self.first_sums().view(*q.shape[:2], -1, 1)
-        return self.attend_and_sum(q, k, v, mask, first_sums)[0]
+        scores = self.score(q.float() @ k.mT.float() * self.scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        log_sums = scores.logsumexp(-1, keepdim=True)
+        if self.sinks is not None:
+            log_sums = torch.logaddexp(log_sums, self.first_sums().view(*q.shape[:2], -1, 1))
+        return (scores - log_sums).exp() @ v.float()
 
 
 def set_rules(model: nn.Module) -> None:

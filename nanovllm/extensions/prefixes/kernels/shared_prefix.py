@@ -173,7 +173,10 @@ def cascade_attention_torch(
     for rows, begin, end in spans:
         keys, values = layout.read(k_cache, v_cache, step.block_tables[rows[0]], begin, end, q)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
-        result, log_sum = variant.attend_and_sum(_regroup(q[rows], len(keys)), keys, values)
+        queries = _regroup(q[rows], len(keys)).float()
+        scores = variant.score(queries @ keys.mT.float() * variant.scale)
+        log_sum = scores.logsumexp(-1)
+        result = (scores - log_sum[..., None]).exp() @ values.float()
         results.append(_regroup(result, len(rows)))
         log_sums.append(_regroup(log_sum, len(rows)))
         totals[rows] = torch.logaddexp(totals[rows], log_sums[-1])
