@@ -41,8 +41,9 @@ class CudaGraphs:
         Begin the shared memory as one piece in which the largest step fits. Else it would grow with every
         larger batch, which does not fit into the pieces that smaller ones have left.
         """
-        size = max(1, num_bytes)
-        self._pool_owner, _ = self._record(lambda: torch.zeros(size, dtype=torch.uint8, device=self.device))
+        self._pool_owner, _ = self._record(
+            lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        )
 
     def capture(self, step: Step, in_two: bool) -> Step:
         """

@@ -35,7 +35,7 @@ class InputProcessor:
 
     def __init__(self, config: Config, tokenizer: Any, processors: tuple[LogitsProcessor, ...]):
         self.config, self.tokenizer, self.processors = config, tokenizer, processors
-        self.model, self.block_size = config.model, config.kvcache_block_size
+        self.block_size = config.kvcache_block_size
         self.vocab_size = config.hf_config.vocab_size
         self.eos = frozenset(config.eos)
         # In the longest sequence, whose last token needs no room in the cache: nothing is computed after it.
@@ -117,5 +117,5 @@ class InputProcessor:
 
     def tokenize(self, text: str, name: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{name} is text, but {self.model!r} has no tokenizer; pass token ids")
+            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer; pass token ids")
         return self.tokenizer.encode(text)

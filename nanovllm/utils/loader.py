@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.folder import Checkpoint, FolderCheckpoint
+from nanovllm.checkpoints.folder import DTYPES, Checkpoint, FolderCheckpoint
 
-FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+FLOATS = {*DTYPES.values()}
 
 
 def default_weight_loader(
