@@ -123,7 +123,7 @@ class FakeModel:
         if batch.slot_updates is not None:
             indices, values = batch.slot_updates
             self.words[indices] = values
-        messages, num_grouped = batch.messages or {}, self.backend.planner.num_prefix_tokens
+        messages, num_grouped = batch.messages, self.backend.planner.num_prefix_tokens
         if "attention" in messages:
             self.backend.receive(messages["attention"])
         rows = batch.slots if is_prefill else self.batch[: len(sequences)]
@@ -171,7 +171,7 @@ class FakeModel:
 
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
-        message = (batch.messages or {}).get("prefix_cache")
+        message = batch.messages.get("prefix_cache")
         copies = [] if message is None else message.T.tolist()
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}

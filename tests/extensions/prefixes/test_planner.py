@@ -249,15 +249,16 @@ def test_a_steady_step_sends_nothing_and_a_new_sequence_in_an_old_row_is_seen():
     batches.prefill(sequences)
     first, second = batches.decode(sequences), batches.decode(sequences)
     assert first.plan_key and second.plan_key and backend.stats() == {"num_grouped_tokens": 2 * 36_000}
-    assert first.messages is not None and second.messages is second.slot_updates is None
+    assert first.messages["attention"] is not None
+    assert second.messages["attention"] is second.slot_updates is None
     [_, late, _] = decoding([other, other, other])
     batches.prefill([late])
     third = batches.decode([sequences[0], late, sequences[2]])
-    assert third.plan_key and third.messages is not None and third.slot_updates is None
+    assert third.plan_key and third.messages["attention"] is not None and third.slot_updates is None
     fourth = batches.decode([sequences[0], late, sequences[2]])
-    assert fourth.plan_key and fourth.messages is fourth.slot_updates is None
+    assert fourth.plan_key and fourth.messages["attention"] is fourth.slot_updates is None
     alone = batches.decode(sequences[:1])
-    assert not alone.plan_key and alone.messages is None
+    assert not alone.plan_key and alone.messages["attention"] is None
     assert alone.slot_updates.shape == (2, 3)  # the batch alone
     assert backend.stats() == {"num_grouped_tokens": 4 * 36_000}
     batches.reset()
