@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoints.model_config import ModelConfig
-from nanovllm.utils.validation import check, is_number
+from nanovllm.utils.validation import integer
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -55,15 +55,12 @@ class Checkpoint:
 
     def eos_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """Every token id that ends a sequence, from the files and the tokenizer. Raises ValueError."""
-        token_ids: list[int] = []
+        as_token_id, token_ids = integer(0), {}  # the keys, in order, each once
         for named in (*self.named_eos(), getattr(tokenizer, "eos_token_id", None)):
             for token_id in named if isinstance(named, list) else [named]:
                 if token_id is not None:
-                    check(
-                        is_number(token_id, int, 0), f"{self.path}: eos_token_id must be token ids", token_id
-                    )
-                    token_ids.append(token_id)
-        return tuple(dict.fromkeys(token_ids))
+                    token_ids[as_token_id(token_id, f"{self.path}: eos_token_id")] = None
+        return tuple(token_ids)
 
 
 class FolderCheckpoint(Checkpoint):

@@ -88,12 +88,10 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     names = given.get("architectures")
     check(names == [ARCHITECTURE], f"architectures must be {[ARCHITECTURE]}", names)
     values = read_sizes(DEFAULTS | given)
-    for name, value in FIXED.items():
+    full = ["full_attention"] * values["num_hidden_layers"]
+    for name, value in {**FIXED, "layer_types": full}.items():
         if given.get(name, value) != value:
             raise ValueError(f"{name} = {shown(given[name])} is not supported")
-    full = ["full_attention"] * values["num_hidden_layers"]
-    kinds = given.get("layer_types", full)
-    check(kinds == full, "layer_types must be 'full_attention' for each layer", kinds)
     rope = given.get("rope_parameters", {"rope_theta": given.get("rope_theta", 10000.0)})
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters cannot be {shown(rope)}")

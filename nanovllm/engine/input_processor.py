@@ -10,7 +10,7 @@ from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Request
 from nanovllm.layers.sampler import selected
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.validation import MAX_INT, check, is_number, shown
+from nanovllm.utils.validation import MAX_INT, check, number, shown
 
 Prompt = str | list[int]
 
@@ -18,14 +18,12 @@ Prompt = str | list[int]
 def as_token_ids(values: Any, vocab_size: int, what: str) -> list[int]:
     """Token ids as a list of Python's integers. Raises ValueError for anything else; messages say `what`."""
     check(isinstance(values, (list, tuple)), f"{what} must be a list", values)
-    token_ids = list(values)
+    token_ids, last = list(values), vocab_size - 1
+    as_token_id = number(0, last, f"integers from 0 to {last}", int)
     if set(map(type, token_ids)) - {int}:  # numpy's integers, or what is no token id at all
-        for token_id in token_ids:
-            check(is_number(token_id, int), f"{what} must be integers", token_id)
-        token_ids = [int(token_id) for token_id in token_ids]
-    lowest = min(token_ids, default=0)
-    extreme = lowest if lowest < 0 else max(token_ids, default=0)
-    check(0 <= extreme < vocab_size, f"{what} must be from 0 to {vocab_size - 1}", extreme)
+        token_ids = [as_token_id(token_id, what) for token_id in token_ids]
+    for extreme in min(token_ids, default=0), max(token_ids, default=0):
+        as_token_id(extreme, what)
     return token_ids
 
 

@@ -300,7 +300,7 @@ def test_a_line_may_have_a_list_of_prompts(answers_of):
     assert body["usage"]["prompt_tokens"] == sum(a["num_prompt_tokens"] for a in alone)
     assert body["usage"]["completion_tokens"] == 2 * sum(len(a["token_ids"]) for a in alone)
     [bad] = answers_of([{"prompt": ["ab", [999]]}])
-    assert "prompts[1]: token ids must be from 0 to 256, got 999" in bad["error"]["message"]
+    assert "prompts[1]: token ids must be integers from 0 to 256, got 999" in bad["error"]["message"]
 
 
 def test_a_line_fails_with_any_of_its_prompts(answers_of, engine, monkeypatch):
