@@ -69,7 +69,7 @@ class CheckedInputProcessor(InputProcessor):
     def check_has_tokenizer(self, name: str, texts: tuple[str, ...], where: str) -> None:
         """For texts that have to be turned into tokens."""
         if texts and self.tokenizer is None:
-            remedy = f"but {self.model!r} has no tokenizer; use stop_token_ids or logit_bias"
+            remedy = f"but {self.config.model!r} has no tokenizer; use stop_token_ids or logit_bias"
             raise ValueError(f"{where} have {name}={shown(texts)}, {remedy}")
 
     def warn_of_context(self, requests: list[Request], which: str | None = None) -> bool:

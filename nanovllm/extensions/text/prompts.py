@@ -93,7 +93,7 @@ class TextInputProcessor(InputProcessor):
         conversations, chats = as_conversations(messages), []
         for i, conversation in enumerate(conversations):
             self.check_conversation(conversation, f"conversation {i}")
-        texts = render(self.tokenizer, self.model, conversations, **options)
+        texts = render(self.tokenizer, self.config.model, conversations, **options)
         for i, text in enumerate(texts):
             # The template writes the special tokens itself.
             token_ids = self.tokenize(text, f"conversation {i}", add_special_tokens=False)
