@@ -3,7 +3,8 @@
 Knows nothing of what is recorded, which must depend on nothing but the device's memory.
 """
 
-import collections
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,16 @@ import torch
 
 Step = Callable[[], Callable[[], Any]]  # enqueues its first part, and returns what enqueues the second
 RESERVED_BYTES = 512 << 20  # for what graphs take beside their tensors
-# By device, the streams of engines that have ended. They are used again, because the workspace that cuBLAS
-# takes for each stream is never freed.
-_spare_streams: dict[torch.device, list[torch.cuda.Stream]] = collections.defaultdict(list)
+capture_lock = threading.Lock()  # engines in several threads record on the same stream
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """
+    One for all engines on the device, because the workspace that cuBLAS takes for each stream is never freed.
+    Not torch's own, which is one for all devices.
+    """
+    return torch.cuda.Stream(device)
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
@@ -31,10 +39,6 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.device = device
         self._pool = self._pool_owner = None
-        try:
-            self._stream = _spare_streams[device].pop()
-        except IndexError:  # not torch's own stream, which is one for all devices and threads
-            self._stream = torch.cuda.Stream(device)
 
     def reserve(self, num_bytes: int) -> None:
         """
@@ -69,10 +73,11 @@ class CudaGraphs:
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), self._pool
+        stream = capture_stream(self.device)
         self._pool = None  # a pool in which a capture has failed cannot be used again
         try:
             # Other threads of the user's program may go on using the device.
-            with torch.cuda.graph(graph, pool, stream=self._stream, capture_error_mode="thread_local"):
+            with capture_lock, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 result = step()
         except torch.AcceleratorError as error:
             raise RuntimeError(
@@ -82,8 +87,3 @@ class CudaGraphs:
             ) from error
         self._pool = graph.pool()
         return graph, result
-
-    def close(self) -> None:
-        """Leave the stream to a later engine. The memory is free when nobody has a recorded step any more."""
-        self._pool_owner = None
-        _spare_streams[self.device].append(self._stream)

@@ -123,12 +123,9 @@ class ModelRunner:
         with self.on_device():
             self.reset()
             self.notify("stop")
-            self.decoded.clear()
-            if self.graphs is not None:
-                self.graphs.close()
             for part in (self.backend, *self.parts.logits_processors):
                 part.close()
-            self.model = self.kv_cache = self.slots = self.receivers = None
+            self.model = self.kv_cache = self.slots = self.receivers = self.graphs = self.decoded = None
             torch.cuda.empty_cache()
 
     def reset(self) -> None:

@@ -146,9 +146,6 @@ class RecordedGraphs:
             recorder.replay()
             self.num_replays += 1
 
-    def close(self) -> None:
-        self.graphs.clear()
-
 
 def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
     """Drive the engine as on a GPU: with graphs, and each step launched before the one before it is read."""
