@@ -208,7 +208,7 @@ class LLMEngine:
         its forward pass runs meanwhile.
         """
         wanted = selected(self.parts.logits_processors, step.batch.wanted)
-        messages = {each.name: each.host_input(step.sequences) for each in wanted if each.waits_for_host}
+        messages = {each.name: each.host_input(step.sequences) for each in wanted}
         step.output = self.model_runner.call("sample", messages)
 
     def _collect(self, step: Step) -> None:
