@@ -101,11 +101,6 @@ def read_config(source: str, raw: dict[str, Any], model_impl: str = "auto") -> M
 
 def assemble(config: Config) -> Parts:
     """The parts of one rank."""
-    observers = []
-    if config.timeline is not None:
-        from nanovllm.extensions.timeline.pages import make_recorder
-
-        observers.append(make_recorder(config))
     bias, *_, scores = processors = make_processors(config.logprobs_mode)
     bitmask = BitmaskProcessor()
     admission_control = admission.AdmissionControl(config, bias)
@@ -125,13 +120,16 @@ def assemble(config: Config) -> Parts:
             bitmask,
             stop_texts.StopTexts(),
             stats.Finished(),
-            *observers,
         ),
         prefix_cache=prefix_cache,
         admissions=(token_prefixes.HoldBack(), admission_control),
         logits_processors=(*processors, bitmask),
         can_record=Parts.can_record if config.hf_config.architectures else graph_trial.can_be_recorded,
     )
+    if config.timeline is not None:
+        from nanovllm.extensions.timeline.pages import make_recorder
+
+        parts.observers += (make_recorder(config),)
     if config.exact:
         exact_parts.make_exact(parts, config, cascade.WholePrefixBackend, formats.read_scheme)
     if config.extensions:
