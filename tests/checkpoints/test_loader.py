@@ -665,7 +665,7 @@ def test_a_tensor_that_only_the_index_has_is_an_error_naming_both(sharded):
     change_index(sharded, "model.stranger.weight", "model-00001-of-00005.safetensors")
     present = sorted(file.name for file in sharded.glob("*.safetensors"))[0]
     change_index(sharded, "model.stranger.weight", present)
-    with pytest.raises(ValueError, match=f"{present} lacks tensor model.stranger.weight"):
+    with pytest.raises(ValueError, match=f"{present} is not a complete .* model.stranger.weight"):
         load(sharded)
 
 
