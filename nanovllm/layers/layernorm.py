@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.kernels.layernorm import add_rms_norm
+from nanovllm.utils.loader import default_weight_loader
 
 
 class RMSNorm(nn.Module):
@@ -21,6 +22,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.group = get_group()
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
+        self.weight.weight_loader = default_weight_loader
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """

@@ -18,5 +18,4 @@ def can_be_recorded(step: Callable[[], Any], device: torch.device) -> bool:
     except RuntimeError as error:
         warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
         return False
-    trial.close()
     return True
