@@ -234,10 +234,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         hidden_size: int,
         head_size: int,
         total_num_heads: int,
-        total_num_kv_heads: int,
+        total_num_kv_heads: int | None = None,
         bias: bool = False,
     ):
-        kv_size = total_num_kv_heads * head_size
+        kv_size = (total_num_kv_heads or total_num_heads) * head_size
         sizes = {"q": total_num_heads * head_size, "k": kv_size, "v": kv_size}
         self._build(hidden_size, sizes, bias, head_size)
         self.num_heads = divide(self.shards["q"].size[0], head_size)

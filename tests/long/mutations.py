@@ -983,7 +983,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/checkpoints/model_config",
-        ("kinds == full", "True"),
+        (', "layer_types": full}.items()', "}.items()"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/sizes",
@@ -991,7 +991,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/checkpoints/folder",
-        ("for name in listed or stored:", "for name in stored:"),
+        ("for name in listed or shard.keys():", "for name in shard.keys():"),
         ("path.name != name or ", ""),
     ),
     *mutations_of(

@@ -124,8 +124,8 @@ class FakeModel:
             indices, values = batch.slot_updates
             self.words[indices] = values
         messages, num_grouped = batch.messages, self.backend.planner.num_prefix_tokens
-        if "attention" in messages:
-            self.backend.receive(messages["attention"])
+        if (message := messages.get("attention")) is not None:
+            self.backend.receive(message)
         rows = batch.slots if is_prefill else self.batch[: len(sequences)]
         tables, ends = self.block_tables[rows], np.array(batch.lens_k) if is_prefill else self.lengths[rows]
         assert (self.lengths[rows] == ends).all()
