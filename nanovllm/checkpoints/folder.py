@@ -130,7 +130,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_index(folder: Path) -> dict[str, list[str]]:
     """Names of files with weights -> the tensors that the index lists for each; {} without an index."""
     index = folder / INDEX
-    weight_map = read_json(index).get("weight_map") if index.exists() else {}
+    weight_map = read_json(index).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must say the file of each tensor")
     shards: dict[str, list[str]] = {}
