@@ -7,7 +7,6 @@ send to another.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -205,7 +204,7 @@ class Parts:
     can_record: Callable = lambda _step, _device: True
 
     def __post_init__(self) -> None:
-        self.logits_processors = tuple(sorted(self.logits_processors, key=attrgetter("order")))
+        self.logits_processors = tuple(sorted(self.logits_processors, key=lambda each: each.order))
 
     def logits_processor(self, name: str) -> LogitsProcessor:
         return next(processor for processor in self.logits_processors if processor.name == name)

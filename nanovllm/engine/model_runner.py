@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -270,7 +269,7 @@ class ModelRunner:
         """
         processors, lm_head = step.processors, self.model.lm_head
         step.vocab_start = lm_head.vocab_start
-        if any(map(attrgetter("needs_whole"), processors)):
+        if any(processor.needs_whole for processor in processors):
             logits, step.vocab_start = lm_head.gather(logits), 0
         raw_logits = logits
         for processor in processors:
