@@ -97,8 +97,7 @@ class InputProcessor:
             return
         length, longest = config.max_model_len, config.hf_config.context_limit
         if total > length:
-            how = f"may be raised to {longest}," if length < longest else "is"
-            limit = f"max_model_len is {length}, which {how} the checkpoint's own limit"
+            limit = f"max_model_len is {length}, and the checkpoint's own limit {longest}"
         else:
             limit = f"{config.num_kvcache_blocks} KV cache blocks of {self.block_size} tokens are enough for "
             limit += f"{self.max_num_tokens}; raise num_kvcache_blocks or gpu_memory_utilization"

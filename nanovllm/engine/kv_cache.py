@@ -42,12 +42,12 @@ class KVCache:
         needed = -(-config.max_model_len // config.kvcache_block_size)
         if budget // block_bytes < needed:
             needed_bytes = needed * block_bytes
-            smaller = ", or set a smaller kv_cache_dtype" if self.layout.dtype.itemsize > 1 else ""
             raise ValueError(
                 f"the KV cache of one sequence of max_model_len={config.max_model_len} tokens needs "
                 f"{needed_bytes:,} bytes, {needed_bytes - budget:,} more than there are; "
                 f"raise gpu_memory_utilization (now {config.gpu_memory_utilization}), or lower "
-                f"max_model_len or max_num_batched_tokens (now {config.max_num_batched_tokens}){smaller}"
+                f"max_model_len, max_num_batched_tokens (now {config.max_num_batched_tokens}) or the size of "
+                f"kv_cache_dtype (now {config.kv_cache_dtype!r})"
             )
         # Only the prefix cache has a use for more blocks than the running sequences can need.
         if config.enable_prefix_caching:

@@ -81,8 +81,8 @@ def load_model(model: nn.Module, path: str | os.PathLike | Checkpoint) -> None:
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from error
     if missing := [name for name, place in waiting.items() if not place.is_optional]:
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise ValueError(f"{checkpoint.path} has no tensor {missing[0]}{more}")
+        told = f"{missing[0]}, the first of {len(missing)} that are missing"
+        raise ValueError(f"{checkpoint.path} has no tensor {told}")
 
 
 def find_places(model: nn.Module) -> dict[str, StoredTensor]:
