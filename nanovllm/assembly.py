@@ -48,6 +48,7 @@ if EXTENDED:
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
     from nanovllm.extensions.text import stop_texts
     from nanovllm.extensions.text.llm import TextLLM
+    from nanovllm.extensions.timeline.snapshot import SnapshotLLM
 
     sampling_params.StructuredOutputsParams = StructuredOutputsParams  # scripts for vLLM import it there
     sampling_params.SamplingParams.checks = [sampling_checks.check_sampling, check_structured_outputs]
@@ -66,7 +67,7 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     """The engine put together with extensions, and with the ways to call it that they add."""
     if not EXTENDED:
         return llm
-    made = with_api(llm, TextLLM, stats.StatsLLM, recommended.RecommendingLLM)
+    made = with_api(llm, TextLLM, stats.StatsLLM, SnapshotLLM, recommended.RecommendingLLM)
     made.make_prompts = type("Prompts", (prompt_checks.CheckedInputProcessor, TextLLM.make_prompts), {})
     made.open_model = staticmethod(open_model)
     made.assembly = staticmethod(assemble)
