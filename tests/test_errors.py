@@ -135,7 +135,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_the_option_to_
 ):
     params = SamplingParams(0, max_tokens, True)
     option = (
-        "max_model_len is 512, which is the checkpoint's own limit" if prompt > 511 else "num_kvcache_blocks"
+        "max_model_len is 512, and the checkpoint's own limit 512" if prompt > 511 else "num_kvcache_blocks"
     )
     for use in (
         lambda: llm.generate([[1] * prompt], params, use_tqdm=False),

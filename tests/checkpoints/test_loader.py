@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_an_error_naming_file_and_tensor(tmp_path, change, 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (remove_expert, r"has no tensor model.layers.1.mlp.experts.7.gate_proj.weight and 2 others"),
+        (remove_expert, r"has no tensor model.layers.1.mlp.experts.7.gate_proj.weight, the first of 3 that"),
         (add_expert, r"model.safetensors: tensor model.layers.1.mlp.experts.8.up_proj.weight has no place"),
         (shorten_expert, r"model.safetensors: tensor .*0.mlp.experts.2.up_proj.weight: shape \(31, 64\)"),
         (spoil_expert, r"model.safetensors: tensor .*0.mlp.experts.5.down_proj.weight: holds NaN"),

@@ -20,11 +20,11 @@ def make_plain(**options):
             33,
             "8 KV cache blocks of 4 tokens are enough for 33; raise num_kvcache",
         ),
-        (dict(max_model_len=32), 32, "max_model_len is 32, which may be raised to 200000"),
+        (dict(max_model_len=32), 32, "max_model_len is 32, and the checkpoint's own limit 200000"),
         (
             dict(max_model_len=200_000, num_kvcache_blocks=60, kvcache_block_size=4096),
             200_000,
-            "which is the checkpoint's own limit",
+            "max_model_len is 200000, and the checkpoint's own limit 200000",
         ),
     ],
     ids=["pool", "max_model_len", "checkpoint"],
