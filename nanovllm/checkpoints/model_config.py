@@ -93,8 +93,8 @@ def read_qwen3(raw: dict[str, Any]) -> dict[str, Any]:
         if given.get(name, value) != value:
             raise ValueError(f"{name} = {shown(given[name])} is not supported")
     rope = given.get("rope_parameters", {"rope_theta": given.get("rope_theta", 10000.0)})
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters cannot be {shown(rope)}")
+    is_plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default"
+    check(is_plain, "rope_parameters must be of rope_type 'default'", rope)
     number(2, 1e15)(rope.get("rope_theta"), "rope_theta")
     limit = values["max_position_embeddings"]
     return values | {

@@ -91,11 +91,9 @@ class ModelRunner:
             self.waiting |= processor.waits_for_host << i
             self.receivers[processor.name] = processor.receive
         self.graph_sizes = get_graph_sizes(config.max_num_seqs)
-        self.graphs = None
         # The references of the attention kernels read numbers on the host.
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
-        if has_kernels and not config.enforce_eager:
-            self.graphs = CudaGraphs(self.device)
+        self.graphs = CudaGraphs(self.device) if has_kernels and not config.enforce_eager else None
         self.unsampled: tuple[Draw, Batch] | None = None  # what draws the step that waits for the host
         # The kinds of decode steps that have run, and their recordings as far as there are any.
         self.decoded: dict[Kind, Callable[[], Draw] | None] = {}

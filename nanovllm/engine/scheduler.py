@@ -196,7 +196,6 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks. It keeps its tokens, and is computed again when there is room."""
         seq.status = SequenceStatus.WAITING
-        seq.num_scheduled_tokens = 0
         self._release(seq)
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)

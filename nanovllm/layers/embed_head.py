@@ -28,8 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         own_rows = slice(self.vocab_start, self.vocab_end)
-        shard = Shard((num_embeddings, embedding_dim), own_rows)
-        self.weight.weight_loader = shard.load
+        self.weight.weight_loader = Shard((num_embeddings, embedding_dim), own_rows).load
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> [tokens, embedding_dim], complete on every rank."""
@@ -71,5 +70,4 @@ class ParallelLMHead(VocabParallelEmbedding):
         width = cdiv(self.num_embeddings, GATHER_WIDTH) * GATHER_WIDTH
         padded = F.pad(logits, (self.vocab_start, width - self.vocab_end))
         whole = self.group.all_reduce(padded.view(-1, GATHER_WIDTH))
-        whole = whole.view(-1, width)
-        return whole[:, : self.num_embeddings]
+        return whole.view(-1, width)[:, : self.num_embeddings]

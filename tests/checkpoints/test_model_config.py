@@ -288,7 +288,7 @@ def test_the_core_reads_of_qwen3_what_all_readers_read(spelled):
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({"layer_types": ["sliding_attention"]}, "layer_types = "),
         ({"rope_scaling": YARN}, "rope_scaling = .* is not supported"),
-        ({"rope_parameters": YARN}, "rope_parameters cannot be"),
+        ({"rope_parameters": YARN}, "rope_parameters must be of rope_type"),
         ({"rope_parameters": {}}, "rope_theta must be a number"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide"),

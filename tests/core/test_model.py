@@ -78,7 +78,7 @@ WRONG = [
     (dict(hidden_size=0), "hidden_size must be an integer from 1"),
     (dict(num_attention_heads=3), "num_key_value_heads=2 must divide num_attention_heads=3"),
     (dict(use_sliding_window=True), "use_sliding_window = True is not supported"),
-    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_parameters cannot be"),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_parameters must be of rope_type"),
 ]
 
 
