@@ -45,14 +45,13 @@ class InputProcessor:
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """A list of prompts, with parameters for all or for each."""
         check(isinstance(prompts, (list, tuple)), "prompts must be a list", prompts)
-        given = sampling_params
-        if not isinstance(given, (list, tuple)):
-            given = [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts but {len(given)} sampling_params")
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(sampling_params)} sampling_params")
         checked = {}  # SamplingParams by id: often all prompts have the same object
         requests = []
-        for i, params in enumerate(given):
+        for i, params in enumerate(sampling_params):
             name = f"prompts[{i}]"
             if id(params) not in checked:
                 checked[id(params)] = self.read_params(params, name)

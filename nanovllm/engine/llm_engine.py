@@ -236,8 +236,8 @@ class LLMEngine:
         "abort". If there is no such request, or it has finished, this does nothing.
         """
         self.begin()
-        if (seq := self.unfinished.get(request_id)) is not None:
-            self.end(seq, "abort")
+        if request_id in self.unfinished:
+            self.end(self.unfinished[request_id], "abort")
         self.attempt = None
 
     def recover(self) -> None:

@@ -61,8 +61,7 @@ def store_result(
     is_head = row < HEADS
     is_dim = dim < HEAD_DIM
     inside = is_head[None, :] & is_dim[:, None]
-    divisor = tl.where(total > 0, total, 1.0)
-    result = acc / divisor[None, :]
+    result = acc / tl.where(total > 0, total, 1.0)[None, :]
     number = tl.program_id(1) * SIZES.SHARES + tl.program_id(0)  # of the result
     out += number.to(tl.int64) * HEADS * HEAD_DIM
     if used_splits == 1:
@@ -110,7 +109,6 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
         total = total * shrink + tl.sum(weight, axis=0)
         acc = acc * shrink[:, None] + tl.sum(weighted, axis=0)
         highest = new_highest
-    divisor = tl.where(total > 0, total, 1.0)
-    result = acc / divisor[:, None]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
     address = out + head[:, None] * SIZES.HEAD_DIM + dim[None, :]
     tl.store(address, result, mask=is_head[:, None] & is_dim[None, :])

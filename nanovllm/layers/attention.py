@@ -180,7 +180,8 @@ class Attention(nn.Module):
         """Store keys and values that are rotated already. -> q, k and v to attend with."""
         step, layout = get_context(), self.backend.layout
         q, k = layout.rotate(q, k)
-        layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)
+        if self.k_cache.numel():  # empty in the warm-up
+            layout.store(k, v, self.k_cache, self.v_cache, step.slot_mapping)
         if step.is_prefill:
             k, v = layout.as_stored(k).to(q.dtype), layout.as_stored(v).to(q.dtype)
         return q, k, v

@@ -24,7 +24,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.group = get_group()
         rows = cdiv(num_embeddings, self.group.size)
-        self.vocab_start = self.group.rank * rows
+        self.vocab_start = min(self.group.rank * rows, num_embeddings)
         self.vocab_end = min(self.vocab_start + rows, num_embeddings)
         self.weight = nn.Parameter(torch.zeros(rows, embedding_dim), requires_grad=False)
         own_rows = slice(self.vocab_start, self.vocab_end)
