@@ -247,7 +247,7 @@ class ModelRunner:
         """What the slots say of the step, for which each counts one token more from now on."""
         inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
         processors = selected(self.parts.logits_processors, wanted)
-        numbers = inputs.temperatures, inputs.seeds, inputs.next_positions
+        numbers = inputs.temperatures, inputs.seeds, inputs.context_lens
         return inputs, SamplingStep(slots, *numbers, processors)
 
     def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Draw:

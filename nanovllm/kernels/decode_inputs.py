@@ -16,11 +16,10 @@ class DecodeInputs(NamedTuple):
     input_ids: Tensor  # int64 [batch]
     positions: Tensor  # int64 [batch], of the input tokens
     slot_mapping: Tensor  # int32 [batch], -1 for a padded row
-    context_lens: Tensor  # int32 [batch], 0 for a padded row
+    context_lens: Tensor  # int32 [batch], 0 for a padded row; the positions of the tokens to be drawn
     block_tables: Tensor  # int32 [batch, max blocks]
     temperatures: Tensor  # float32 [batch]
     seeds: Tensor  # int64 [batch]
-    next_positions: Tensor  # int64 [batch], of the tokens to be drawn
 
 
 class InputTables(NamedTuple):
@@ -56,7 +55,6 @@ def decode_inputs(slots: Tensor, tables: InputTables, block_size: int) -> Decode
         block_tables=empty(torch.int32, width),
         temperatures=empty(torch.float32),
         seeds=empty(torch.int64),
-        next_positions=empty(torch.int64),
     )
     _decode_inputs_kernel[slots.shape](slots, *tables, *out, stride, width, block_size, num_warps=1)
     return out
@@ -70,8 +68,7 @@ def decode_inputs_torch(slots: Tensor, tables: InputTables, block_size: int) -> 
     blocks = block_tables.gather(1, positions[:, None] // block_size).squeeze(1)
     slot_mapping = torch.where(is_real, blocks * block_size + positions % block_size, -1).int()
     tables.lengths.index_add_(0, slots, new_tokens)
-    sampling = temperatures, seeds, lengths.long()
-    return DecodeInputs(tokens.long(), positions, slot_mapping, lengths, block_tables, *sampling)
+    return DecodeInputs(tokens.long(), positions, slot_mapping, lengths, block_tables, temperatures, seeds)
 
 
 @triton.jit(do_not_specialize=["stride", "width"])
@@ -79,7 +76,7 @@ def _decode_inputs_kernel(
     slots,
     tokens, lengths, block_tables, temperatures, seeds,  # InputTables
     input_ids, positions, slot_mapping, context_lens,  # DecodeInputs, from here on
-    batch_tables, batch_temperatures, batch_seeds, next_positions,
+    batch_tables, batch_temperatures, batch_seeds,
     stride, width, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
@@ -94,7 +91,6 @@ def _decode_inputs_kernel(
     tl.store(context_lens + i, length)
     tl.store(batch_temperatures + i, tl.load(temperatures + row))
     tl.store(batch_seeds + i, tl.load(seeds + row // 2))
-    tl.store(next_positions + i, length)
     used = position // BLOCK_SIZE + 1
     for start in range(0, used, 32):
         columns = start + tl.arange(0, 32)

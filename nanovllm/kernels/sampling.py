@@ -81,7 +81,7 @@ def sample_torch(logits: Tensor, step: Any) -> tuple[Tensor, Tensor]:
     noisy = (temperatures > 0).nonzero().flatten()
     first = step.vocab_start
     for rows in noisy.split(max(1, REFERENCE_ELEMENTS // vocab)) if len(noisy) else ():
-        seeds, positions = step.seeds[rows, None], step.positions[rows, None]
+        seeds, positions = step.seeds[rows, None], step.positions[rows, None].long()
         multiplier = _row_key(seeds, positions, SALT_1) | 1
         offset = _row_key(seeds, positions, SALT_2)
         token = torch.arange(first, first + vocab, dtype=torch.int32, device=logits.device)
@@ -167,7 +167,7 @@ def _sample_kernel(
     row = tl.program_id(1)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row).to(tl.int64)
     multiplier = _row_key_kernel(seed, position, SALT_1) | 1
     offset = _row_key_kernel(seed, position, SALT_2)
     begin = chunk * tiles_per_chunk * BLOCK

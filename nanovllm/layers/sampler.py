@@ -17,7 +17,7 @@ class SamplingStep:
     slots: Tensor  # int32 [sequences], see engine/slots.py
     temperatures: Tensor  # float32 [sequences], 0 is greedy
     seeds: Tensor  # int64 [sequences]
-    positions: Tensor  # int64 [sequences], of the tokens to be drawn
+    positions: Tensor  # int32 [sequences], of the tokens to be drawn
     processors: Iterable[Any] = ()  # the logits processors that at least one of the sequences wants
     vocab_start: int = 0  # where the logits' part of the vocabulary begins
     lowest: Tensor | None = None  # float32 [sequences]: tokens with a lower logit are not drawn

@@ -42,7 +42,7 @@ def apply_rules(
 ) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
-    rows int32 [batch] are the sequences' rows of rules and history; positions int64 [batch] are those of the
+    rows int32 [batch] are the sequences' rows of rules and history; positions [batch] are those of the
     tokens to be drawn. rules has an int32 tensor for each row that has rules: their number n, then
     RULE_FIELDS fields of n numbers each
       the position from which on the rule does not apply
