@@ -253,7 +253,7 @@ def norm_rope_and_store(
 def sampling_inputs(batch, vocab, device, dtype=torch.float32):
     logits = rand(batch, vocab + 8, device=device, dtype=dtype)[:, :vocab]
     seeds = torch.randint(-(2**62), 2**62, (batch,), device=device)
-    return logits, seeds, torch.randint(0, 5000, (batch,), device=device)
+    return logits, seeds, torch.randint(0, 5000, (batch,), dtype=torch.int32, device=device)
 
 
 def drawn(sample, logits, temperatures, seeds, positions, vocab_start=0, lowest=None):
