@@ -80,6 +80,9 @@ class CudaGraphs:
             with capture_lock, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 result = step()
         except torch.AcceleratorError as error:
+            # Torch's generator still believes to be recorded: nobody could draw from it.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             raise RuntimeError(
                 "a CUDA graph could not be captured. If another thread of the program waits for the whole "
                 "device (torch.cuda.synchronize), which CUDA forbids meanwhile, let it wait for a stream or "

@@ -193,7 +193,7 @@ DAMAGES = {
     "more layers than the file has": (with_config(num_hidden_layers=3, layer_types=None), "has no tensor"),
     "a bad end of sequence": (
         lambda folder: edit_json(folder / "generation_config.json", eos_token_id="a"),
-        "eos_token_id must be token ids",
+        "eos_token_id must be an integer from 0",
     ),
     "a tokenizer that is none": (
         lambda folder: edit_json(folder / "tokenizer_config.json", tokenizer_class="AutoModel"),

@@ -10,13 +10,15 @@ from transformers import CONFIG_MAPPING
 from transformers_checkpoints import make
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.folder import read_json
 from nanovllm.extensions.transformers.config import VERIFIED
 from nanovllm.extensions.transformers.model import TransformersForCausalLM
 from tiny_checkpoints import assert_greedy, load_reference
 
 pytestmark = pytest.mark.gpu
 
-RECENT = {"aria_text"}  # before, its experts' tokens were counted on the host
+# Before, its experts' tokens were counted on the host; and attention did not go through a function.
+RECENT = {"aria_text", "codegen", "gptj"}
 ON_THE_HOST = {
     "gpt_oss",
     "phimoe",
@@ -55,7 +57,10 @@ def test_decode_steps_are_recorded_and_right(tmp_path, kind):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_decode_steps_are_recorded_and_right_with_configurations_as_published(tmp_path, name):
-    assert assert_answers(make_published(name, tmp_path))
+    folder = make_published(name, tmp_path)
+    if read_json(folder / "config.json")["model_type"] in RECENT and not is_recent():
+        pytest.skip("this version of transformers does not have it so that it can be built")
+    assert assert_answers(folder)
 
 
 def test_a_step_that_cannot_be_recorded_is_run_without_graphs(tmp_path, monkeypatch):
@@ -67,3 +72,4 @@ def test_a_step_that_cannot_be_recorded_is_run_without_graphs(tmp_path, monkeypa
     monkeypatch.setattr(TransformersForCausalLM, "forward", forward)
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         assert not assert_answers(make("llama", tmp_path))
+    assert torch.rand(9, device="cuda").unique().numel() == 9  # a failed capture is not in the user's way
