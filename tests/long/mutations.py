@@ -55,6 +55,7 @@ TESTS += [
     "attention_rule",
     "experts",
     "gpt_oss",
+    "exaone",
     "int8_cache",
     "fp8_products",
     "products",
@@ -1124,8 +1125,15 @@ MUTATIONS = [
         ("str(name).isidentifier() and ", ""),
     ),
     *mutations_of(
+        "nanovllm/extensions/models/exaone",
+        ('".attn.attention.out_proj.": ".self_attn.o_proj.",', ""),
+        ('".mlp.c_fc_0.": ".mlp.gate_proj."', '".mlp.c_fc_0.": ".mlp.up_proj."'),
+    ),
+    *mutations_of(
         "nanovllm/extensions/models/config",
         ("if not found and type_decides(names):", "if False:"),
+        ('    "layer_norm_epsilon": "rms_norm_eps",\n', ""),
+        ('    "activation_function": "hidden_act",\n', ""),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",

@@ -34,6 +34,12 @@ DEFAULTS = {
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
 OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
+# Other names of fields.
+SPELLINGS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
 # Settings that may have this value only.
 FIXED = {
     "partial_rotary_factor": 1.0,
@@ -109,6 +115,7 @@ def read_any_config(
         if not found and type_decides(names):
             found = [model for model in models.values() if model.model_type == given.get("model_type")]
         if found and model_impl != "transformers":
+            given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
             return read_decoder(raw, given, [found[0].__name__], found[0].defaults)
         if model_impl == "native":
             raise ValueError(

@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.extensions.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.extensions.models import exaone, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.gguf import BY_TRANSFORMERS
 
 CLASSES = (
     llama.LlamaForCausalLM,
+    exaone.ExaoneForCausalLM,
     mistral.MistralForCausalLM,
     qwen2.Qwen2ForCausalLM,
     qwen3.Qwen3ForCausalLM,
