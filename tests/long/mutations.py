@@ -1179,7 +1179,7 @@ MUTATIONS = [
         ("slice(i * rows, (i + 1) * rows)", "slice(0, rows)"),
         ("shape[0 if len(parts) == 2 else 1] == hidden_size", "True"),
         ("        if name is None:\n            continue\n", ""),
-        ('for part in ("text_config", "vision_config")', "for part in ()"),
+        ('for part in ("text_config", "vision_config", "audio_config")', "for part in ()"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/gguf_file",

@@ -41,6 +41,16 @@ GRANITE |= dict(embedding_multiplier=12, residual_multiplier=0.22, attention_mul
 GRANITE |= dict(max_position_embeddings=512, tie_word_embeddings=True, mamba_n_heads=4, mamba_d_head=32)
 GRANITE |= dict(bos_token_id=256, eos_token_id=256, pad_token_id=257)
 
+# The window is smaller, so that prompts pass it.
+GEMMA_3N = dict(model_type="gemma3n_text", architectures=["Gemma3nForCausalLM"], vocab_size=320)
+GEMMA_3N |= dict(vocab_size_per_layer_input=256, hidden_size_per_layer_input=8, hidden_size=64, head_dim=16)
+GEMMA_3N |= dict(num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=512, sliding_window=8)
+GEMMA_3N |= dict(altup_active_idx=0, altup_coef_clip=120.0, altup_correct_scale=True, altup_num_inputs=4)
+GEMMA_3N |= dict(altup_lr_multiplier=1.0, laurel_rank=8, final_logit_softcapping=30.0, rms_norm_eps=1e-6)
+GEMMA_3N |= dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=16, rope_theta=1000000.0)
+GEMMA_3N |= dict(rope_local_base_freq=10000.0, rope_scaling=None, attention_bias=False, use_cache=True)
+LAYERS = ["sliding_attention"] * 4 + ["full_attention"]
+
 PUBLISHED = {
     "facebook/opt-125m": OPT | dict(_remove_final_layer_norm=False),
     "facebook/opt-350m": OPT | dict(do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -69,6 +79,16 @@ PUBLISHED = {
     "ibm-granite/granite-4.0-micro": GRANITE | dict(num_attention_heads=8, logits_scaling=10),
     "ibm-granite/granite-4.0-1b": GRANITE,
     "ibm-granite/granite-4.0-350m": GRANITE | dict(residual_multiplier=0.263, logits_scaling=4),
+    "google/gemma-3n-E4B": GEMMA_3N
+    | dict(num_hidden_layers=15, num_kv_shared_layers=5, layer_types=LAYERS * 3, num_key_value_heads=2)
+    | dict(intermediate_size=[96] * 15, activation_sparsity_pattern=[0.95] * 5 + [0.0] * 10),
+    "google/gemma-3n-E2B": GEMMA_3N
+    | dict(num_hidden_layers=10, num_kv_shared_layers=4, layer_types=LAYERS * 2, intermediate_size=[96] * 10)
+    | dict(activation_sparsity_pattern=[0.95] * 4 + [0.0] * 6),
+    # As "MatFormer" slices of it are exported: networks of different widths.
+    "a slice of google/gemma-3n-E4B": GEMMA_3N
+    | dict(num_hidden_layers=10, num_kv_shared_layers=5, layer_types=LAYERS * 2)
+    | dict(intermediate_size=[64] * 3 + [96] * 7, activation_sparsity_pattern=[0.95] * 3 + [0.0] * 7),
 }
 
 

@@ -35,6 +35,17 @@ CHANGES["gemma4_text"] = dict(
     num_kv_shared_layers=2,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
+CHANGES["gemma3n_text"] = dict(
+    vocab_size_per_layer_input=300,  # larger ids have none
+    hidden_size_per_layer_input=16,
+    head_dim=16,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    activation_sparsity_pattern=[0.9, 0.9, 0.0, 0.0],
+    intermediate_size=[96, 96, 128, 128],
+    laurel_rank=8,
+)
 CHANGES |= dict.fromkeys(["codegen", "gptj"], {"rotary_dim": 8})
 CHANGES["gpt_neo"] = {"attention_types": [[["global", "local"], 1]], "window_size": 8}
 CHANGES["granitemoehybrid"] = {"layer_types": ["attention"] * 2}

@@ -28,6 +28,7 @@ GEMMA3 = {
 # files leave out.
 TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
+    "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text", {}),
     "ministral3": ("Ministral3ForCausalLM", "ministral3", {}),
     "mistral": ("MistralForCausalLM", "mistral", {}),
     "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2", {}),
@@ -38,6 +39,7 @@ TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 # By the class of the whole model: the `model_type` of its text part where the file does not say it.
 WHOLES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
@@ -46,7 +48,9 @@ WHOLES = {
 }
 # The last is a part of a name only in front of the head, which stands beside the other parts.
 PREFIX = re.compile(r"(model\.language_model|language_model\.model|model|language_model(?=\.lm_head))\.")
-TOWERS = "visual vision_tower vision_model multi_modal_projector".split()
+TOWERS = """
+    visual vision_tower vision_model multi_modal_projector embed_vision audio_tower embed_audio
+""".split()
 # In a pattern for names, the dots of a prefix may be escaped.
 PREFIX_IN_PATTERN = re.compile(r"model\\?\.language_model|language_model\\?\.model")
 
@@ -63,7 +67,7 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
     check(is_known, f"model_type of text_config must be one of {[*TEXTS]}", kind)
     architecture, model_type, left_out = TEXTS[kind]
     fields = left_out | config | text | {"model_type": model_type, "architectures": [architecture]}
-    for part in ("text_config", "vision_config"):
+    for part in ("text_config", "vision_config", "audio_config"):
         fields.pop(part, None)
     if "tie_word_embeddings" in config:  # the text's may be no more than a default
         fields["tie_word_embeddings"] = config["tie_word_embeddings"]

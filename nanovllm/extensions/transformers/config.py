@@ -14,12 +14,12 @@ from nanovllm.utils.validation import number, shown
 VERIFIED = (
     "afmoe apertus arcee aria_text axk1 biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm "
     "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon flex_olmo flint "
-    "gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neo "
-    "gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
-    "helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna "
-    "llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder "
-    "nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe "
-    "seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"
+    "gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 "
+    "gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa "
+    "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 "
+    "iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
+    "mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
+    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"
 ).split()
 ALIBI = "it shifts scores by the distance of tokens (ALiBi)"
 # Why others are refused, as far as there is more to say than that no test shows them to be right.
@@ -134,7 +134,9 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
     config.allow_global_per_layer_attribute_access = True  # sizes that layers may differ from
     found = {name: value for name in SIZES if (value := getattr(config, name, None))}
     # Some architectures have none. It is for the least size of files, and ranks must divide it.
-    found.setdefault("intermediate_size", found.get("num_attention_heads", 1))
+    size = found.setdefault("intermediate_size", found.get("num_attention_heads", 1))
+    if isinstance(size, list):  # one of each layer
+        found["intermediate_size"] = min(size)
     found["max_position_embeddings"] = _context_limit(config)
     found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     return found

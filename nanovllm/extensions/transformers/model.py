@@ -145,8 +145,8 @@ def fix_rotations(model: nn.Module) -> None:
 
 def try_out(base: Any, num_layers: int) -> list[Attention]:
     """
-    The attention of each layer on this rank, as it asks for it on the meta device. Raises ValueError if a
-    layer has none, or depends on data.
+    The attention of the layers on this rank, as they ask for it on the meta device; those that share keys and
+    values have one together. Raises ValueError if a layer has none, or depends on data.
     """
     shares = cut_modules(base)
     buffers = {name: buffer.to("meta") for name, buffer in base.named_buffers()}
@@ -170,7 +170,7 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{type(base).__name__} is not supported: {reason}")
-    return found
+    return [*dict.fromkeys(found)]
 
 
 class Head:

@@ -100,7 +100,8 @@ def make_attention(
         "softcap": options.get("softcap") or 0.0,
         "sinks": sinks,
     }
-    return attention
+    # Layers that do the same with the same keys and values share one cache.
+    return vars(key).setdefault((value, num_heads, scale, *attention.features.values()), attention)
 
 
 def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

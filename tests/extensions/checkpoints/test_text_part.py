@@ -9,10 +9,11 @@ import torch
 import transformers
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers_checkpoints import make
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.checkpoints.text_part import text_name
-from tiny_checkpoints import EXACT, assert_greedy, make_tokenizer, one_thread  # noqa: F401
+from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_tokenizer, one_thread  # noqa: F401
 
 TEXT = dict(
     vocab_size=320,
@@ -139,6 +140,34 @@ def test_what_reads_images_is_not_read(tmp_path):
         answers(folder)
 
 
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="needs transformers 5")
+def test_of_a_gemma_3n_neither_images_nor_sounds_are_read(tmp_path):
+    """
+    Named as published. Files also have projections of keys and values for layers that read another layer's.
+    """
+    text = make("gemma3n_text", tmp_path / "text")
+    fields, stored = json.loads((text / "config.json").read_text()), load_file(text / "model.safetensors")
+    rename_tensors(text, {"model.": "model.language_model."})
+    tensors = load_file(text / "model.safetensors")
+    shared = "model.layers.{}.self_attn.{}.weight".format
+    for name in "k_proj", "v_proj", "k_norm":
+        assert shared(2, name) not in stored
+        tensors["model.language_model." + shared(2, name)[6:]] = stored[shared(0, name)]
+    for name in "vision_tower.timm_model.x", "audio_tower.x", "embed_audio.x", "embed_vision.x":
+        tensors["model." + name] = torch.full((2, 2), torch.nan)
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    whole = dict(architectures=["Gemma3nForConditionalGeneration"], model_type="gemma3n", text_config=fields)
+    whole |= dict(vision_config={"hidden_size": 2048}, audio_config={"hidden_size": 1536})
+    (folder / "config.json").write_text(json.dumps(whole))
+    save_file(stored, text / "model.safetensors", {"format": "pt"})
+    reference = load_reference(text)
+    for prompt, token_ids in zip(PROMPTS, answers(folder), strict=True):
+        assert_greedy(reference, prompt, token_ids)
+    assert "audio_config" not in opened(folder, whole).config
+
+
 def opened(folder: Path, config: dict):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -244,6 +273,8 @@ def test_a_text_part_that_makes_no_sense_is_refused(tmp_path, text, problem):
         ("vision_tower.x", None),
         ("model.vision_tower.x", None),
         ("model.multi_modal_projector.x", None),
+        ("model.audio_tower.x", None),
+        ("model.embed_vision.x", None),
     ],
 )
 def test_names_of_the_text_part(name, expected):

@@ -9,7 +9,6 @@ from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.extensions.models.config import SPELLINGS
 from nanovllm.extensions.models.exaone import ExaoneForCausalLM
 from tiny_checkpoints import EXACT, assert_greedy, load_reference, make_checkpoint, one_thread  # noqa: F401
 
@@ -24,6 +23,11 @@ TENSORS = {
     "mlp.gate_proj.": "mlp.c_fc_0.",
     "mlp.up_proj.": "mlp.c_fc_1.",
     "mlp.down_proj.": "mlp.c_proj.",
+}
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
 }
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=64)
@@ -51,8 +55,8 @@ def make_exaone(llama: Path, folder: Path) -> Path:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     fields = json.loads((llama / "config.json").read_text())
     theta = fields.pop("rope_parameters", fields)["rope_theta"]
-    fields = {name: fields[name] for name in fields if name not in SPELLINGS.values()} | {
-        name: fields[other] for name, other in SPELLINGS.items()
+    fields = {name: fields[name] for name in fields if name not in FIELDS.values()} | {
+        name: fields[other] for name, other in FIELDS.items()
     }
     (folder / "config.json").write_text(json.dumps(fields | PUBLISHED | {"rope_theta": theta}))
     return folder
@@ -93,7 +97,7 @@ def test_fields_may_have_the_names_that_transformers_writes(tmp_path):
     folder = make_exaone(llama, tmp_path / "exaone")
     config = open_checkpoint(folder).hf_config()
     fields = json.loads((folder / "config.json").read_text())
-    fields = {SPELLINGS.get(name, name): value for name, value in fields.items()}
+    fields = {FIELDS.get(name, name): value for name, value in fields.items()}
     (folder / "config.json").write_text(json.dumps(fields))
     newer = open_checkpoint(folder).hf_config()
     sizes = "num_hidden_layers rms_norm_eps rope_parameters context_limit architectures".split()

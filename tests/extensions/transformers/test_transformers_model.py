@@ -28,6 +28,7 @@ from nanovllm.extensions.transformers.faster import (
     rotates_halves,
 )
 from nanovllm.extensions.transformers.model import without_memory
+from nanovllm.extensions.transformers.parts import make_attention
 from nanovllm.layers.layernorm import RMSNorm
 from tiny_checkpoints import (
     EXACT,
@@ -195,6 +196,31 @@ def test_products_of_falcon_may_be_quantised_and_its_heads_are_cached_once(tmp_p
         model = llm.model_runner.model
         found = [module.matrix.weight.dtype for module in model.modules() if hasattr(module, "matrix")]
     assert found.count(torch.uint8) == 8 and {each.num_kv_heads for each in model.attention} == {2}
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_the_keys_and_values_of_another_have_no_cache_of_their_own(tmp_path, kind):
+    """Two of four do, one of them with a window."""
+    folder = make(kind, tmp_path)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        model, kv_cache = llm.model_runner.model, llm.model_runner.kv_cache
+        sizes = [attention.num_kv_heads * attention.head_dim for attention in model.attention]
+        windows = [attention.features["window"] for attention in model.attention]
+    assert windows == [8, 0] and kv_cache.block_bytes == 16 * 4 * 2 * sum(sizes)
+
+
+def test_layers_that_do_different_things_with_the_same_keys_and_values_have_each_a_cache():
+    def layer(query, key, value, **options):
+        options = {"sliding_window": 0, "scaling": 1.0} | options
+        return make_attention(torch.nn.Module(), query, key, value, options)
+
+    query, key, value = (torch.empty(1, 2, 3, 8, device="meta") for _ in range(3))
+    first = layer(query, key, value)
+    assert layer(query.clone(), key, value) is first
+    others = [layer(query, key, value, sliding_window=8), layer(query, key, value, scaling=0.5)]
+    others += [layer(query, key, value, softcap=2.0), layer(query, key, value.clone())]
+    others += [layer(query, key.clone(), value), layer(query.repeat(1, 2, 1, 1), key, value), first]
+    assert len({*others}) == 7
 
 
 def test_masks_that_attention_does_not_need_take_no_memory(tmp_path):
