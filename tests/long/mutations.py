@@ -1065,6 +1065,8 @@ MUTATIONS = [
         ("if not hands_over_rotation(query, key, value):", "if False:"),
         ('if options["sliding_window"] == OTHER_MASK:', "if False:"),
         ("window if is_known else OTHER_MASK", "window"),
+        ("(value, num_heads, scale, *attention.features.values())", "(value, num_heads, scale)"),
+        ("(value, num_heads, scale, *attention.features.values())", "(value, *attention.features.values())"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/faster",
@@ -1074,11 +1076,14 @@ MUTATIONS = [
         ("if type(module) is Conv1D:", "if False:"),
         ("return linear_like(module) if is_plain else None", "return linear_like(module)"),
         ("        up = gate.flip(0)", "        up = gate"),
+        ("+ gates.std(-1, unbiased=False, keepdim=True) * deviations", ""),
+        ('if hasattr(module, "_gaussian_topk"):', "if False:"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
         ('made.get(attention.features["sinks"])', "None"),
         ("if buffer.dtype == torch.bool:", "if False:"),
+        ("return [*dict.fromkeys(found)]", "return found"),
         ('"attention_mask": mask', '"attention_mask": tokens'),
     ),
     *mutations_of(
@@ -1117,6 +1122,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/transformers/config",
         ('if settings.get("rope_type") == "longrope":', "if False:"),
+        ("if isinstance(size, list):", "if False:"),
         ("if model_type == kind and raw.get(field):", "if False:"),
         ('float(fields["__float__"]) if "__float__" in fields else fields', "fields"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
@@ -1126,8 +1132,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/exaone",
-        ('".attn.attention.out_proj.": ".self_attn.o_proj.",', ""),
-        ('".mlp.c_fc_0.": ".mlp.gate_proj."', '".mlp.c_fc_0.": ".mlp.up_proj."'),
+        ("    .attn.attention.out_proj.   .self_attn.o_proj.\n", ""),
+        (".mlp.gate_proj.\n", ".mlp.up_proj.\n"),
+        ("    gguf_rotates_neighbours = False\n", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",
@@ -1176,6 +1183,7 @@ MUTATIONS = [
         ('        fields["tie_word_embeddings"] = config["tie_word_embeddings"]', "        pass"),
         ('"default" if value == "mrope" else value', "value"),
         ('{"norm_topk_prob": True}', "{}"),
+        (" embed_vision audio_tower embed_audio\n", "\n"),
         ("slice(i * rows, (i + 1) * rows)", "slice(0, rows)"),
         ("shape[0 if len(parts) == 2 else 1] == hidden_size", "True"),
         ("        if name is None:\n            continue\n", ""),

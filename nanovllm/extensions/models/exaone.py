@@ -6,29 +6,28 @@ from typing import Any
 
 from nanovllm.extensions.models.llama import LlamaForCausalLM
 
-# Parts of a tensor's name -> what Llama calls them.
-NAMES = {
-    "transformer.wte.": "model.embed_tokens.",
-    "transformer.h.": "model.layers.",
-    "transformer.ln_f.": "model.norm.",
-    ".attn.attention.out_proj.": ".self_attn.o_proj.",
-    ".attn.attention.": ".self_attn.",
-    ".ln_1.": ".input_layernorm.",
-    ".ln_2.": ".post_attention_layernorm.",
-    ".mlp.c_fc_0.": ".mlp.gate_proj.",
-    ".mlp.c_fc_1.": ".mlp.up_proj.",
-    ".mlp.c_proj.": ".mlp.down_proj.",
-}
+# Parts of a tensor's name, and what Llama calls them.
+NAMES = """
+    transformer.wte.            model.embed_tokens.
+    transformer.h.              model.layers.
+    transformer.ln_f.           model.norm.
+    .attn.attention.out_proj.   .self_attn.o_proj.
+    .attn.attention.            .self_attn.
+    .ln_1.                      .input_layernorm.
+    .ln_2.                      .post_attention_layernorm.
+    .mlp.c_fc_0.                .mlp.gate_proj.
+    .mlp.c_fc_1.                .mlp.up_proj.
+    .mlp.c_proj.                .mlp.down_proj.
+"""
 
 
 class ExaoneForCausalLM(LlamaForCausalLM):
-    model_type = "exaone"
-    gguf_name = None
+    model_type = gguf_name = "exaone"
+    gguf_rotates_neighbours = False
 
     def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
         """A checkpoint's tensors by Llama's names."""
-        for tensor in tensors:
-            tensor = copy.copy(tensor)
-            for theirs, ours in NAMES.items():
-                tensor.name = tensor.name.replace(theirs, ours)
+        for tensor in map(copy.copy, tensors):
+            for line in NAMES.strip().splitlines():
+                tensor.name = tensor.name.replace(*line.split())
             yield tensor

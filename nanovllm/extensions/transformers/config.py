@@ -36,6 +36,7 @@ REFUSED = {
         "xlm-roberta-xl xmod"
     ).split(),
     ALIBI: ["bloom", "mpt"],
+    "it attends in chunks, and its experts can be neither split nor quantised": ["llama4", "llama4_text"],
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
 }
 # Fields that files of a model type must not set, and why.
@@ -67,7 +68,8 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     names = names if isinstance(names, list) else [names]
     name = next(iter(names), None)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
-    if known is None or not (name == known or model_type_decides(names)):
+    reason = next((why for why, kinds in REFUSED.items() if kind in kinds), "")
+    if not reason and (known is None or not (name == known or model_type_decides(names))):
         raise ValueError(
             f"architecture {shown(name)} of model type {shown(kind)} is not known, neither here nor as a "
             "decoder of this version of transformers"
@@ -75,8 +77,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     if int(__version__.split(".")[0]) < 5:  # with some of 4's the tokens are others
         raise ValueError(f"architecture {shown(name)} needs transformers 5 or newer, this is {__version__}")
     if kind not in VERIFIED:
-        reasons = (why for why, kinds in REFUSED.items() if kind in kinds)
-        reason, known = next(reasons, "no test shows it to be right"), ", ".join(VERIFIED)
+        reason, known = reason or "no test shows it to be right", ", ".join(VERIFIED)
         raise ValueError(f"model type {kind!r} is not supported: {reason}; through transformers: {known}")
     for (model_type, field), why in REFUSED_FIELDS.items():
         if model_type == kind and raw.get(field):

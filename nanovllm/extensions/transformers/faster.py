@@ -8,6 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -123,6 +124,17 @@ def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected
     return is_alike and torch.allclose(y, expected, rtol=1e-4)
 
 
+def sparse_gates(module: Any, gates: Tensor) -> Tensor:
+    """
+    In place of Gemma 3n's `_gaussian_topk`, which copies a number to the device, as no CUDA graph can: what
+    is above that part of all gates that `activation_sparsity` says, if they are normally distributed.
+    """
+    deviations = NormalDist().inv_cdf(module.activation_sparsity)
+    deviations = torch.tensor(deviations, dtype=gates.dtype, device="cpu").item()
+    cutoff = gates.mean(-1, keepdim=True) + gates.std(-1, unbiased=False, keepdim=True) * deviations
+    return F.relu(gates - cutoff)
+
+
 class Rotation(RotaryEmbedding):
     """Of the tokens of one step, from cos and sin [1, tokens, head_dim], whose halves are alike."""
 
@@ -132,12 +144,15 @@ class Rotation(RotaryEmbedding):
         self.positions = torch.arange(cos.shape[1], device=cos.device)
 
 
-def leave_rotations(base: nn.Module) -> None:
+def change_methods(base: nn.Module) -> None:
     """
     Let attention modules hand over queries and keys that are not rotated yet, with a `rotation` that says how
-    they have to be. One that changes them after that must lose the `forward` that it gets here.
+    they have to be. One that changes them after that must lose the `forward` that it gets here. What cannot
+    be in a CUDA graph is replaced, too.
     """
     for module in base.modules():
+        if hasattr(module, "_gaussian_topk"):
+            module._gaussian_topk = types.MethodType(sparse_gates, module)
         forward = inspect.unwrap(type(module).forward)  # without what renames its arguments
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.transformers.classes import register_class
 from nanovllm.extensions.transformers.config import transformers_config
-from nanovllm.extensions.transformers.faster import PACKED, leave_rotations, replacement
+from nanovllm.extensions.transformers.faster import PACKED, change_methods, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
 from nanovllm.extensions.transformers.ranks import cut_modules
 from nanovllm.extensions.transformers.weights import Converted, converted
@@ -41,7 +41,7 @@ class TransformersForCausalLM(nn.Module):
         model = build(config)
         base = model.base_model
         fix_rotations(model)
-        leave_rotations(base)
+        change_methods(base)
         self.attention = nn.ModuleList(try_out(base, config.num_hidden_layers))
         for parent in [*base.modules()]:
             for name, child in [*parent.named_children()]:

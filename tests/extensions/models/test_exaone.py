@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_files import write_gguf
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
@@ -89,6 +91,16 @@ def test_its_weights_may_be_quantised(tmp_path):
     llama, reference = make_llama(tmp_path / "llama", is_tied=True), tmp_path / "reference"
     packed = quantise(llama, tmp_path / "packed", PACKERS["awq"], reference)
     assert_answers(make_exaone(packed, tmp_path / "exaone"), reference)
+
+
+def test_it_is_read_from_a_gguf_file(tmp_path):
+    """There rows are in the order that they have here, unlike Llama's, and the scaling comes as factors."""
+    llama = make_llama(tmp_path / "llama", is_tied=True)
+    scaled = load_reference(llama).model.rotary_emb.inv_freq
+    factors = 1.0 / 10000.0 ** (torch.arange(0, 20, 2) / 20) / scaled
+    assert factors.max() == pytest.approx(8)
+    folder = make_exaone(llama, tmp_path / "exaone")
+    assert_answers(write_gguf(folder, extra_tensors=[("rope_freqs.weight", factors)]), llama)
 
 
 def test_fields_may_have_the_names_that_transformers_writes(tmp_path):

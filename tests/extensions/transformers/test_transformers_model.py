@@ -228,6 +228,28 @@ def test_masks_that_attention_does_not_need_take_no_memory(tmp_path):
         assert torch.bool not in {buffer.dtype for buffer in llm.model_runner.model.buffers()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gates_are_those_of_gemma_3n_without_a_number_copied_to_the_device(
+    tmp_path, dtype, monkeypatch
+):
+    """A CUDA graph could not record that. The device is "meta" here."""
+    folder, options = make("gemma3n_text", tmp_path), EXACT | {"dtype": str(dtype)[6:]}
+    with LLM(str(folder), **options, num_kvcache_blocks=40) as llm:
+        mlp = llm.model_runner.model.lm_head.base.layers[0].mlp
+    gates = torch.randn(3, 96, dtype=dtype)
+    found, expected = mlp._gaussian_topk(gates), type(mlp)._gaussian_topk(mlp, gates)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert 0.01 < (found > 0).float().mean() < 0.2
+    make_tensor, devices = torch.tensor, set()
+
+    def watch(value, dtype, device):
+        devices.add(torch.device(device).type)
+        return make_tensor(value, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "tensor", watch)
+    assert mlp._gaussian_topk(gates.to("meta")).is_meta and devices == {"cpu"}
+
+
 class OtherMLP(torch.nn.Module):
     def __init__(self, act_fn):
         super().__init__()
@@ -318,6 +340,7 @@ def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
         ("mamba", {"architectures": ["MambaForCausalLM"]}, "'mamba' is not supported: it keeps a state of"),
         ("bert", {"architectures": ["BertLMHeadModel"]}, "'bert' is not supported: it is an encoder, or"),
         ("bloom", {"architectures": ["BloomForCausalLM"]}, "'bloom' is not supported: it shifts scores"),
+        ("llama4", {"architectures": ["Llama4ForConditionalGeneration"]}, "'llama4' .* attends in chunks"),
         (
             "doge",
             {"architectures": ["DogeForCausalLM"]},
@@ -401,7 +424,7 @@ def test_transformers_reads_the_shapes_that_benchmarks_name():
     assert transformers_config(theirs.raw).rope_parameters["rope_theta"] == 1e6
 
 
-@pytest.mark.parametrize("kind", ["phi", "deepseek_v2", "codegen"])
+@pytest.mark.parametrize("kind", ["phi", "deepseek_v2", "codegen", "gemma3n_text"])
 def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
     assert_answers_as_transformers(make(kind, tmp_path), tensor_parallel_size=2)
 
