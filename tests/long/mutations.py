@@ -1110,6 +1110,10 @@ MUTATIONS = [
         ("if window else {}", "if False else {}"),
     ),
     *mutations_of(
+        "nanovllm/extensions/transformers/ranks",
+        (' or getattr(module, "activation_sparsity", 0)', ""),
+    ),
+    *mutations_of(
         "nanovllm/extensions/transformers/weights",
         (
             "    for number, matrix in enumerate(value):\n",

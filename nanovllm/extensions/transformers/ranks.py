@@ -37,7 +37,7 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
         if cuts:
             module.cut = way
             module.nano_vllm_group = group
-        elif way not in (None, *WHOLE):
+        elif way not in (None, *WHOLE) or getattr(module, "activation_sparsity", 0):  # depends on all gates
             raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
         for name, param in [*module.named_parameters(recurse=False)]:
             if name in cuts:
