@@ -21,6 +21,7 @@ FORMATS = {
     "int4, groups of 32 with offsets": ("int4", (1, 32), "offsets"),
     "int4, groups of 64 with zeros": ("int4", (1, 64), "zeros"),
     "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
+    "nf4": ("nf4", (1, 64), None),
 }
 
 
@@ -44,4 +45,5 @@ def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -
         offsets = torch.randn(grid, device=device)
     scales = ((torch.rand(grid) + 0.5) / 100).to(device)
     zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
-    return QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
+    weight = QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
+    return weight._replace(is_nf4=kind == "nf4")

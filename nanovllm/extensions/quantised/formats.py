@@ -6,6 +6,7 @@ A format's object has a layer's weight: it says what checkpoints have of it (`st
 
 from typing import Any
 
+from nanovllm.extensions.quantised.bitsandbytes import read_bitsandbytes
 from nanovllm.extensions.quantised.compressed_tensors import read_compressed_tensors
 from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8, read_modelopt
 from nanovllm.extensions.quantised.gguf import read_gguf
@@ -23,6 +24,7 @@ READERS = {
     "awq": read_awq,
     "gguf": read_gguf,
     "mxfp4": read_mxfp4,
+    "bitsandbytes": read_bitsandbytes,
 }
 # From the option `quantization` to what is made of weights that are not quantised.
 MAKERS = {"fp8": make_fp8, "int4": make_int4}

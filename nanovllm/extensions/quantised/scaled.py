@@ -56,7 +56,7 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
-    has_flat_scales = False  # whether a checkpoint's scales of rows are [out], not [out, 1]
+    has_flat_scales = False  # whether a checkpoint's scales have one dimension
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     is_transposed = False  # whether checkpoints have inputs first
@@ -144,8 +144,8 @@ class ScaledWeight(Weight):
         grid = self._stored_grid(shard)
         if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
             grid = tuple(loaded.shape)
-        elif self.has_flat_scales and grid[1] == 1:
-            grid = grid[:1]
+        elif self.has_flat_scales:
+            grid = (math.prod(grid),)
         check_stored(loaded, grid, dtypes)
 
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ on pairs, so a GPU computes them in assembly language; the interpreter does the 
 
 from string import Template
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, MXFP4, code_to_float
+from nanovllm.extensions.quantised.kernels.nf4 import F16_BYTES
+from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, MXFP4, NF4, code_to_float
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
@@ -16,12 +17,12 @@ def _assembly(begin: str, word: str) -> str:
     that its codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those
     of the high halves. $low and $high are what is added to codes of 4 bits that stand in these halves.
     """
-    lines = ["{ .reg .b32 code, sum; .reg .f16 first, second; .reg .f32 other; mov.b32 sum, 0;", begin]
+    lines = ["{ .reg .b32 code, sum; .reg .f16 first, second; .reg .f32 rest; mov.b32 sum, 0;", begin]
     for i in range(4):
         pairs = {"a": f"${5 + i}", "b": f"${9 + i}", "c": f"${13 + i}", "d": f"${17 + i}"}
         lines.append(Template(word).substitute(pairs, w=f"${1 + i}", low="$21", high="$22"))
-    lines.append("mov.b32 {first, second}, sum; cvt.f32.f16 $0, first; cvt.f32.f16 other, second;")
-    return "\n".join([*lines, "add.f32 $0, $0, other; }"])
+    lines.append("mov.b32 {first, second}, sum; cvt.f32.f16 $0, first; cvt.f32.f16 rest, second;")
+    return "\n".join([*lines, "add.f32 $0, $0, rest; }"])
 
 
 MULTIPLY_FP8 = _assembly(
@@ -90,7 +91,23 @@ MULTIPLY_MXFP4 = _assembly(
     or.b32 code, bits, sign;
     fma.rn.f16x2 sum, code, $d, sum;""",
 )
-MULTIPLY = tl.constexpr((MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4))  # by kind
+MULTIPLY_NF4 = _assembly(
+    ".reg .b32 place, opposite, low, high, other;",
+    f"""mov.b32 place, $w;
+    xor.b32 opposite, place, 0x88888888;{F16_BYTES}
+    prmt.b32 code, low, high, 0x6240;
+    fma.rn.f16x2 sum, code, $a, sum;
+    prmt.b32 code, low, high, 0x7351;
+    fma.rn.f16x2 sum, code, $c, sum;
+    shr.b32 place, place, 16;
+    shr.b32 opposite, opposite, 16;{F16_BYTES}
+    prmt.b32 code, low, high, 0x6240;
+    fma.rn.f16x2 sum, code, $b, sum;
+    prmt.b32 code, low, high, 0x7351;
+    fma.rn.f16x2 sum, code, $d, sum;""",
+)
+# By kind.
+MULTIPLY = tl.constexpr((MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4))
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
 
 
@@ -159,12 +176,12 @@ def _power_of_two(exponent):
 def _pairs_of(values, KIND: tl.constexpr):
     """
     float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
-    then the second one of each four inputs. They are neighbours, or for codes of 4 bits every other input.
+    then the second one of each four inputs. They are neighbours, or for INT4 and MXFP4 every other input.
     """
     PIECES: tl.constexpr = values.shape[0]
     ROWS: tl.constexpr = values.shape[2]
     a, b, c, d = _split_four(tl.reshape(values, [PIECES, ROWS, 4, 4]))
-    numbers = (a, c, b, d) if KIND >= INT4 else (a, b, c, d)
+    numbers = (a, c, b, d) if KIND >= INT4 and KIND < NF4 else (a, b, c, d)
     asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
     first, second = tl.inline_asm_elementwise(
         asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.nf4 import look_up
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
+    NF4,
     QuantisedWeight,
     codes_to_bf16,
     halves_to_bf16,
@@ -94,7 +96,7 @@ def _quantised_linear_kernel(
     """A program computes [BLOCK_N, BLOCK_M] of out.T, from every input, or with SPLITS a part of them."""
     codes, scales, zeros, offsets = weight
     pdl_wait(OVERLAP)
-    PER_BYTE: tl.constexpr = 2 if KIND == INT4 else 1
+    PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     ROW_BYTES: tl.constexpr = IN_FEATURES // PER_BYTE
     STEPS: tl.constexpr = (IN_FEATURES + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
@@ -106,7 +108,7 @@ def _quantised_linear_kernel(
     column = input_of(byte, KIND)
     its_codes = codes + out_feature.to(tl.int64)[:, None] * ROW_BYTES + byte[None, :]
     its_x = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
-    # What a code stands above its number; 4-bit codes come with 128 added.
+    # What a code stands above its number; integers of 4 bits come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
     if GROUP > 0:
         GROUPS: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
@@ -121,8 +123,11 @@ def _quantised_linear_kernel(
         tile = masked_load(its_codes + step * BYTES, is_out[:, None] & inside[None, :])
         has_x = inside[:, None] & is_row[None, :]
         low_x = masked_load(its_x + step * BLOCK_K, has_x)
-        if KIND == INT4:
+        if PER_BYTE == 2:
             high_x = masked_load(its_x + step * BLOCK_K + 16, has_x)
+        if KIND == NF4:
+            low, high = look_up(tile, tl.bfloat16)
+        elif KIND == INT4:
             low, high = halves_to_bf16(tile)
         else:
             low = codes_to_bf16(tile, KIND)
@@ -143,7 +148,7 @@ def _quantised_linear_kernel(
         HAS_ZERO: tl.constexpr = KIND == INT4 or zeros is not None
         low = _to_number(low, scale, zero, offset, HAS_ZERO, GROUP > 0)
         acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
-        if KIND == INT4:
+        if PER_BYTE == 2:
             high = _to_number(high, scale, zero, offset, HAS_ZERO, GROUP > 0)
             acc = tl.dot(high, high_x.to(low.dtype), acc, input_precision="ieee")
     valid = is_out[:, None] & is_row[None, :]

@@ -113,7 +113,7 @@ def _quantised_matvec_kernel(
     A program takes every num_programs-th tile of HEIGHT rows of the weight. With two PARTS these are gates
     and ups in turn. Sums are [PIECES, HEIGHT, ROWS].
     """
-    INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
+    INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     tile = tl.program_id(0)
     width = out_features // PARTS
     words, scale, zero = _load_tile(
@@ -183,7 +183,7 @@ def _load_tile(
     [PIECES or 1, HEIGHT, 1].
     """
     words, scales, zeros, offsets = weight
-    INPUTS: tl.constexpr = 32 if KIND == INT4 else 16
+    INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     place = tile * HEIGHT + tl.arange(0, HEIGHT)
     out_feature = _out_feature(place, out_features // PARTS, PARTS)[None, :, None]
     piece = tl.arange(0, PIECES)[:, None, None]

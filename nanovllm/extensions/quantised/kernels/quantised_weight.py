@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS, look_up, number_of
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, tl, triton, use_triton
 
@@ -20,10 +21,10 @@ HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
 BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inputs
-# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last are codes of 4
-# bits too, but in floating point (e2m1); their scales are powers of two (e8m0).
+# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last two have 4 bits
+# too: floating point (e2m1), whose scales are powers of two (e8m0), and places in a table (nf4).
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
-FP8, INT8, INT4, MXFP4 = map(tl.constexpr, range(len(KINDS) + 1))
+FP8, INT8, INT4, MXFP4, NF4 = map(tl.constexpr, range(len(KINDS) + 2))
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7; 8 to 15 are their negatives
 
 
@@ -44,11 +45,12 @@ class QuantisedWeight(NamedTuple):
     offsets: Tensor | None = None
     largest: Tensor | None = None  # uint8 [out], the largest scale of a row; only if it is `in_bricks`
     product_dtype: torch.dtype = torch.float32  # of codes times scales, where a CPU makes a whole matrix
+    is_nf4: bool = False
 
     @property
     def kind(self) -> int:
-        """FP8, INT8, INT4 or MXFP4, for kernels."""
-        return len(KINDS) if self.is_mxfp4 else KINDS.index(self.codes.dtype)
+        """FP8, INT8, INT4, MXFP4 or NF4, for kernels."""
+        return KINDS.index(self.codes.dtype) + self.is_mxfp4 + 2 * self.is_nf4
 
     @property
     def is_mxfp4(self) -> bool:
@@ -102,9 +104,10 @@ class QuantisedWeight(NamedTuple):
         if not self.is_int4:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
-        if not self.is_mxfp4:
+        if not self.is_mxfp4 and not self.is_nf4:
             return codes
-        return torch.tensor(E2M1 + [-x for x in E2M1], device=codes.device)[codes.int()]
+        numbers = NUMBERS if self.is_nf4 else E2M1 + [-x for x in E2M1]
+        return torch.tensor(numbers, device=codes.device)[codes.int()]
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -187,6 +190,8 @@ def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
         return code.to(tl.int8).to(tl.float32)
     if KIND == INT4:
         return (code & 15).to(tl.float32)
+    if KIND == NF4:
+        return number_of(code & 15)
     if KIND == FP8:
         bits, factor = (code & 0x80) << 8 | (code & 0x7F) << 7, 256.0
     else:
@@ -303,7 +308,7 @@ def _dequantise_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     codes, scales, zeros, offsets = weight
-    PER_BYTE: tl.constexpr = 2 if KIND == INT4 else 1
+    PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1
     row = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = SIZE // PER_BYTE
     byte = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
@@ -319,7 +324,13 @@ def _dequantise_kernel(
     offset = 0.0
     if offsets is not None:
         offset = masked_load(offsets + place, inside).to(tl.float32)
-    found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside).to(tl.int32)
+    found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside)
+    if KIND == NF4:
+        numbers = look_up(found, tl.float16)
     for half in tl.static_range(PER_BYTE):
-        number = (code_to_float(found, 4 * half, KIND) - zero) * scale + offset
+        if KIND == NF4:
+            number = numbers[half].to(tl.float32)
+        else:
+            number = code_to_float(found.to(tl.int32), 4 * half, KIND)
+        number = (number - zero) * scale + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)

@@ -1,0 +1,133 @@
+"""Weights as bitsandbytes stores them: nf4, which are places in a table of 16 numbers, and 8-bit integers.
+
+An nf4 weight is flattened; each 64 of it have a scale (`absmax`). With double quantisation these scales
+are places in a table of 256 numbers, times a scale for 256 of them, plus an offset for all.
+"""
+
+import functools
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.extensions.quantised import integers
+from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
+from nanovllm.kernels.runtime import cdiv
+from nanovllm.layers.linear import Shard
+from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+from nanovllm.utils.validation import check, is_number
+
+GROUP = 64  # weights that share a scale
+NESTED = 256  # scales that share a scale, and numbers in their table
+MAX_STATE = 512  # bytes of JSON
+TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
+MIDDLES = (TABLE[1:] + TABLE[:-1]) / 2
+
+
+def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of bitsandbytes says. Raises ValueError naming the field."""
+    if choose(config, "load_in_8bit", [True, False], False):
+        format = Format(Int8, {})
+    else:
+        choose(config, "bnb_4bit_quant_type", ["nf4"], "fp4")
+        is_nested = choose(config, "bnb_4bit_use_double_quant", [True, False], False)
+        format = Format(NF4, {"is_nested": is_nested})
+    return same_for_all(format, listed(config, "llm_int8_skip_modules"))
+
+
+class Int8(integers.Int8):
+    """Of a row its largest number is stored, for which 127 stands."""
+
+    has_flat_scales = True
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards, (1, 0), integers.PLAIN)
+        self.stored = {"weight": self.stored["weight"], "SCB": StoredTensor(self._load_largest)}
+        self.stored["weight_format"] = StoredTensor(_check_layout, True)
+
+    def _load_largest(self, loaded: Any, shard: Shard) -> None:
+        self._check_grid(loaded, shard, {torch.float32})
+        check_finite(self._load_grid(self.scales, loaded[...] / self.highest, shard))
+
+
+def _check_layout(loaded: Any, shard: Shard) -> None:
+    check_stored(loaded, (), {torch.uint8})
+    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
+
+
+class NF4(ScaledWeight):
+    """`weight` uint8 [out, in / 2], codes in the order of NUMBERS; `scales` float32."""
+
+    code_dtype = torch.uint8
+    lowest, highest = -1.0, 1.0
+    has_flat_scales = True
+
+    def __init__(self, shards: dict[Any, Shard], is_nested: bool):
+        super().__init__(shards, (1, GROUP))
+        self._parts: dict[int, dict[str, Any]] = {}  # of what scales are made, by a shard's first row
+        self.stored = {
+            "weight": StoredTensor(self._load_halves),
+            "weight.absmax": StoredTensor(functools.partial(self.load_scales, dtypes={torch.float32})),
+            "weight.quant_map": StoredTensor(_check_table),
+            "weight.quant_state.bitsandbytes__nf4": StoredTensor(self._load_state),
+        }
+        if is_nested:
+            for name in ("absmax", "nested_absmax", "nested_quant_map"):
+                load = functools.partial(self._load_part, name=name)
+                self.stored[f"weight.{name}"] = StoredTensor(load)
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(is_nf4=True)
+
+    def round(self, values: Tensor) -> Tensor:
+        """To codes, not numbers."""
+        return ORDER.to(values.device)[torch.bucketize(values, MIDDLES.to(values.device))]
+
+    def _load_halves(self, loaded: Any, shard: Shard) -> None:
+        """[out * in / 2, 1], the first code of a byte in its high half."""
+        rows, inputs = shard.shape
+        check(inputs % GROUP == 0, f"inputs must be a multiple of {GROUP}", inputs)
+        check_stored(loaded, (rows * inputs // 2, 1), {torch.uint8})
+        packed = loaded[shard.rows.start * inputs // 2 : shard.rows.stop * inputs // 2]
+        packed = packed.view(-1, inputs // 2).to(self.weight.device)
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)[:, shard.columns]
+        self.set_codes(shard.place, ORDER.to(codes.device)[codes.int()])
+
+    def _load_state(self, loaded: Any, shard: Shard) -> None:
+        """JSON, of which only the offset is news."""
+        check_stored(loaded, (min(MAX_STATE, math.prod(loaded.shape)),), {torch.uint8})
+        state = json.loads(bytes(loaded[...].tolist()))
+        check(isinstance(state, dict), "must be an object", state)
+        expected = {"quant_type": "nf4", "blocksize": GROUP, "shape": [*shard.shape]}
+        for field, value in (expected | {"nested_blocksize": NESTED}).items():
+            choose(state, field, [value], value)
+        offset = state.get("nested_offset", 0)
+        check(is_number(offset, float), "nested_offset must be a number", offset)
+        self._keep("offset", offset, shard)
+
+    def _load_part(self, loaded: Any, shard: Shard, name: str) -> None:
+        groups = math.prod(shard.shape) // GROUP
+        size = {"absmax": groups, "nested_absmax": cdiv(groups, NESTED)}.get(name, NESTED)
+        check_stored(loaded, (size,), {torch.uint8 if name == "absmax" else torch.float32})
+        self._keep(name, loaded[...], shard)
+
+    def _keep(self, name: str, value: Any, shard: Shard) -> None:
+        parts = self._parts.setdefault(shard.place.start, {})
+        parts[name] = value
+        if len(parts) == 4:
+            places = parts["absmax"].int()
+            scales = parts["nested_absmax"].repeat_interleave(NESTED)[: len(places)]
+            scales = parts["nested_quant_map"][places] * scales + parts["offset"]
+            check_finite(self._load_grid(self.scales, scales, shard))
+            parts.clear()
+
+
+def _check_table(loaded: Any, shard: Shard) -> None:
+    check_stored(loaded, TABLE.shape, {torch.float32})
+    check(torch.equal(loaded[...], TABLE), "must be the table of nf4", loaded[...])
