@@ -348,6 +348,69 @@ def mxfp4() -> Packer:
     return Packer({"quant_method": "mxfp4", "modules_to_not_convert": excepted}, pack, unpack, bits=4)
 
 
+# --- bitsandbytes ---
+
+
+# Of `bitsandbytes.functional.get_4bit_type("nf4")`, by code.
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+NF4 += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+NF4 += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+NF4 = torch.tensor([*NF4, 0.7229568362236023, 1.0])
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def nf4(is_nested: bool) -> Packer:
+    """Its table of 256 numbers is like bitsandbytes': closer together near 0."""
+    table = torch.linspace(-1, 1, 256) ** 3
+
+    def pack(weight: torch.Tensor) -> Tensors:
+        tiles = weight.float().reshape(-1, 64)
+        absmax = tiles.abs().amax(1)
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
+        packed = {"weight.quant_map": NF4.clone(), "weight.absmax": absmax}
+        if is_nested:
+            state |= {
+                "nested_blocksize": 256,
+                "nested_dtype": "float32",
+                "nested_offset": absmax.mean().item(),
+            }
+            rest = F.pad(absmax - absmax.mean(), (0, -len(absmax) % 256)).view(-1, 256)
+            largest = rest.abs().amax(1)
+            places = ((rest / largest[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+            packed["weight.absmax"] = places.flatten()[: len(absmax)]
+            packed |= {"weight.nested_absmax": largest, "weight.nested_quant_map": table.clone()}
+        codes = (tiles[..., None] / absmax[:, None, None] - NF4).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+        packed["weight"] = codes[:, :1] << 4 | codes[:, 1:]
+        return packed | {STATE: torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)}
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        state, absmax = json.loads(bytes(packed[STATE].tolist())), packed["weight.absmax"]
+        if is_nested:
+            places = packed["weight.nested_quant_map"][absmax.int()]
+            absmax = packed["weight.nested_absmax"].repeat_interleave(256)[: len(places)] * places
+            absmax += state["nested_offset"]
+        codes = torch.cat((packed["weight"] >> 4, packed["weight"] & 15), dim=1)
+        return (NF4[codes.int()].view(-1, 64) * absmax[:, None]).view(state["shape"])
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+    config |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": is_nested}
+    config |= {"bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None}
+    return Packer(config, pack, unpack, bits=4)
+
+
+def int8() -> Packer:
+    def pack(weight: torch.Tensor) -> Tensors:
+        largest = weight.float().abs().amax(1)
+        codes = (weight.float() * 127 / largest[:, None]).round().to(torch.int8)
+        return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+    def unpack(packed: Tensors) -> torch.Tensor:
+        return packed["weight"].float() * (packed["SCB"] / 127)[:, None]
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}
+    return Packer(config, pack, unpack)
+
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PACKERS = {
     "fp8 block": fp8([128, 128]),
@@ -383,6 +446,9 @@ PACKERS = {
     "auto-round": gptq(quant_method="auto-round", packing_format="auto_round:auto_gptq"),
     "awq": awq(),
     "awq, groups of 64": awq(64, BF16),
+    "nf4": nf4(False),
+    "nf4, nested": nf4(True),
+    "int8 of bitsandbytes": int8(),
 }
 
 

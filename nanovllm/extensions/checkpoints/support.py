@@ -33,7 +33,7 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 
 META = torch.device("meta")
-UNREADABLE = ".weight_shape"  # is compared by value, and may be missing
+UNREADABLE = "weight_shape", "weight.quant_state.bitsandbytes__nf4"  # are compared by value
 
 
 class Unread:
@@ -124,6 +124,8 @@ def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensor
     checkpoint.changes = changes
     for matrix in matrices_of(model):
         matrix.library = None  # it packs values
+        for name in UNREADABLE:
+            vars(matrix).get("stored", {}).pop(name, None)
     with torch_defaults(config.torch_dtype, META), GoodValues():
         load_model(model, checkpoint)
 

@@ -129,5 +129,5 @@ class NF4(ScaledWeight):
 
 
 def _check_table(loaded: Any, shard: Shard) -> None:
-    check_stored(loaded, TABLE.shape, {torch.float32})
+    check_stored(loaded, (len(TABLE),), {torch.float32})
     check(torch.equal(loaded[...], TABLE), "must be the table of nf4", loaded[...])

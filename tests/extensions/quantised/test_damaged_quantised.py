@@ -1,5 +1,6 @@
 """Damaged checkpoints of quantised weights: an error names the file and the tensor."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from open_checkpoints import open_checkpoint
-from quantised_checkpoints import PACKERS, quantise
+from quantised_checkpoints import PACKERS, STATE, quantise
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
@@ -72,6 +73,15 @@ def swapped(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def as_bytes(text: bytes) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: torch.tensor([*text], dtype=torch.uint8)
+
+
+def state(**changes) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What bitsandbytes says of a weight, with changes."""
+    return lambda value: as_bytes(json.dumps(json.loads(bytes(value.tolist())) | changes).encode())(value)
+
+
 # Format, end of the tensor's name, change, what is said of it.
 CHANGED = {
     "scales of fewer rows": ("fp8 block", "weight_scale_inv", cut_rows, "shape (0, 2), expected (1, 2)"),
@@ -110,6 +120,36 @@ CHANGED = {
     "a power of two that is NaN": ("mxfp4 of compressed-tensors", "weight_scale", put(255), "holds NaN"),
     "a factor of 0": ("nvfp4", "weight_global_scale", lambda v: v * 0, "a number above 0, got 0.0"),
     "an infinite factor": ("modelopt nvfp4", "weight_scale_2", lambda v: v * torch.inf, "above 0, got inf"),
+    "a truncated nf4": ("nf4", "weight", cut_rows, "shape (6143, 1), expected (6144, 1)"),
+    "nf4 in words": ("nf4", "weight", lambda v: v.view(torch.int8), "dtype torch.int8, expected torch.uint8"),
+    "fewer scales of nf4": ("nf4", "weight.absmax", cut_rows, "shape (191,), expected (192,)"),
+    "a scale of nf4 that is NaN": ("nf4", "weight.absmax", put(torch.nan), "holds NaN"),
+    "nested scales where there are none": ("nf4", "weight.absmax", lambda v: v.byte(), "dtype torch.uint8"),
+    "scales that are not nested": ("nf4, nested", "weight.absmax", lambda v: v.float(), "torch.float32"),
+    "fewer nested scales": ("nf4, nested", "weight.absmax", cut_rows, "shape (191,), expected (192,)"),
+    "too many scales of scales": (
+        "nf4, nested", "weight.nested_absmax", lambda v: v.repeat(2), "shape (2,), expected (1,)"),
+    "a short table of scales": (
+        "nf4, nested", "weight.nested_quant_map", cut_rows, "shape (255,), expected (256,)"),
+    "another table": ("nf4", "weight.quant_map", put(0), "must be the table of nf4, got"),
+    "a short table": ("nf4", "weight.quant_map", cut_rows, "shape (15,), expected (16,)"),
+    "another shape of nf4": ("nf4", STATE, state(shape=[192, 64]), "shape = [192, 64] is not supported"),
+    "other blocks of nf4": ("nf4", STATE, state(blocksize=128), "blocksize = 128 is not supported"),
+    "other blocks of scales": (
+        "nf4, nested", STATE, state(nested_blocksize=64), "nested_blocksize = 64 is not supported"),
+    "fp4 by its state": ("nf4", STATE, state(quant_type="fp4"), "quant_type = 'fp4' is not supported"),
+    "an offset that is none": (
+        "nf4, nested", STATE, state(nested_offset="0"), "nested_offset must be a number, got '0'"),
+    "an offset that is NaN": ("nf4, nested", STATE, state(nested_offset=float("nan")), "a number, got nan"),
+    "a state that is no JSON": ("nf4", STATE, cut_rows, "Expecting ',' delimiter"),
+    "a state that is no object": ("nf4", STATE, as_bytes(b"[]"), "must be an object, got []"),
+    "a state in another alphabet": ("nf4", STATE, as_bytes(b'"\xff"'), "can't decode byte"),
+    "a deep state": ("nf4", STATE, as_bytes(b"[" * 512), "Expecting value"),
+    "a long state": ("nf4", STATE, as_bytes(b" " * 10**6), "shape (1000000,), expected (512,)"),
+    "rows of no largest number": ("int8 of bitsandbytes", "SCB", cut_rows, "shape (63,), expected (64,)"),
+    "an infinite largest number": ("int8 of bitsandbytes", "SCB", put(torch.inf), "holds NaN, infinity"),
+    "largest numbers of 16 bits": ("int8 of bitsandbytes", "SCB", lambda v: v.half(), "dtype torch.float16"),
+    "another layout": ("int8 of bitsandbytes", "weight_format", lambda v: v + 1, "must be 0, for codes row"),
     "two factors": ("nvfp4", "weight_global_scale", lambda v: v.repeat(2), "shape (2,), expected (1,)"),
 }  # fmt: skip
 
@@ -139,6 +179,9 @@ NEEDED = [
         "awq": "qweight scales qzeros",
         "nvfp4": "weight_packed weight_scale weight_global_scale",
         "modelopt nvfp4": "weight weight_scale weight_scale_2",
+        "nf4": f"weight weight.absmax weight.quant_map {STATE}",
+        "nf4, nested": f"weight.absmax weight.nested_absmax weight.nested_quant_map {STATE}",
+        "int8 of bitsandbytes": "weight SCB",
     }.items()
     for end in ends.split()
 ]
@@ -233,6 +276,22 @@ def test_files_of_4_bits_a_weight_have_room_for_their_model(tmp_path, packed, mo
     edit_json(folder / "config.json", quantization_config=None)
     with pytest.raises(ValueError, match="describes a larger model than its files can hold"):
         open_checkpoint(folder).hf_config()
+
+
+def test_rows_of_nf4_must_be_whole_blocks(tmp_path):
+    floats = make_checkpoint(tmp_path / "floats", intermediate_size=96)
+    folder = quantise(floats, tmp_path / "packed", PACKERS["nf4"], kept=("down_proj",))
+    with pytest.raises(ValueError, match="down_proj.weight: inputs must be a multiple of 64, got 96"):
+        load(folder)
+
+
+def test_scales_that_overflow_together_are_refused(tmp_path, packed):
+    def change(tensors: dict) -> None:
+        for end in ("nested_absmax", "nested_quant_map"):
+            tensors[f"{DOWN}.weight.{end}"] *= 1e30
+
+    with pytest.raises(ValueError, match=r"down_proj.weight.\S+: holds NaN, infinity"):
+        load(copy_with(packed("nf4, nested"), tmp_path, change))
 
 
 def test_an_engine_says_which_tensor_is_damaged(tmp_path, packed):

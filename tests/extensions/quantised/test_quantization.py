@@ -208,6 +208,11 @@ ENGINES = [
     ("qwen2", "gptq, asymmetric"),
     ("qwen2", "gptq 8, asymmetric and ordered"),
     ("qwen3", "awq"),
+    ("llama", "nf4"),
+    ("qwen2", "nf4, nested"),
+    ("qwen3", "int8 of bitsandbytes"),
+    ("qwen3_moe", "nf4, nested"),
+    ("qwen3_moe", "int8 of bitsandbytes"),
     *(("qwen3_moe", name) for name in ("fp8 block", "fp8 tensor", "float channel", "int channel")),
     *(("qwen3_moe", name) for name in ("pack 4, asymmetric", "gptq", "awq", "nvfp4", "modelopt nvfp4")),
 ]
@@ -229,7 +234,10 @@ def test_an_engine_answers_as_transformers_does_with_the_unpacked_weights(
     assert_answers_as(folder, reference)
 
 
-@pytest.mark.parametrize("architecture, name", [("qwen3", "pack 4, asymmetric"), ("qwen3_moe", "fp8 block")])
+@pytest.mark.parametrize(
+    "architecture, name",
+    [("qwen3", "pack 4, asymmetric"), ("qwen3", "nf4, nested"), ("qwen3_moe", "fp8 block")],
+)
 def test_two_ranks_answer_as_one(tmp_path, floats, architecture, name):
     reference = tmp_path / "reference"
     folder = quantise(floats(architecture), tmp_path / "packed", PACKERS[name], reference)
@@ -259,6 +267,7 @@ def with_config(packer: Packer, **changes) -> Packer:
         with_config(PACKERS["fp8 block"], modules_to_not_convert=["lm_head", "model.layers.0.mlp", "o_proj"]),
         with_config(PACKERS["fp8 block"], ignored_layers=[r".*\.0\.mlp", "self_attn.o_proj"]),
         with_config(PACKERS["awq"], modules_to_not_convert=["layers.0.mlp", "o_proj"]),
+        with_config(PACKERS["nf4"], llm_int8_skip_modules=["lm_head", "model.layers.0.mlp", "o_proj"]),
         with_config(PACKERS["pack 4"], ignore=["lm_head", "model.layers.0.mlp.down_proj", "re:.*o_proj$",
                                                r"re:model\.layers\.0\.mlp\.(gate|up)_proj"]),
         with_config(PACKERS["gptq"], dynamic={r"-:.*\.0\.mlp\.": {}, r"-:.*o_proj": {}}),
@@ -354,10 +363,12 @@ def with_weights(form: str = "pack-quantized", **changes) -> dict:
     }
 
 
-GPTQ, FP8, AWQ, MODELOPT = (PACKERS[name].config for name in ("gptq", "fp8 block", "awq", "modelopt"))
+GPTQ, FP8, AWQ, MODELOPT, NF4 = (
+    PACKERS[name].config for name in ("gptq", "fp8 block", "awq", "modelopt", "nf4")
+)
 REFUSED = [
     ({}, "quant_method = None"),
-    ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' .* supported: 'fp8'"),
+    ({"quant_method": "hqq"}, "quant_method = 'hqq' .* supported: 'fp8'"),
     ({"quant_method": ["fp8"]}, "quant_method"),
     (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
     (FP8 | {"weight_block_size": "128"}, "weight_block_size"),
@@ -394,6 +405,11 @@ REFUSED = [
     (AWQ | {"bits": 8}, "bits = 8"),
     (AWQ | {"version": "gemv"}, "version = 'gemv'"),
     (AWQ | {"zero_point": False}, "zero_point = False"),
+    (NF4 | {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type = 'fp4' .* supported: 'nf4'"),
+    (NF4 | {"bnb_4bit_quant_type": None}, "bnb_4bit_quant_type = 'fp4'"),
+    (NF4 | {"bnb_4bit_use_double_quant": 1}, "bnb_4bit_use_double_quant = 1"),
+    (NF4 | {"load_in_8bit": "no"}, "load_in_8bit = 'no'"),
+    (NF4 | {"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules must be a list"),
     (COMPRESSED | {"format": "mxfp8-quantized"}, "format = 'mxfp8-quantized'"),
     (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "weights.type = 'int' .* supported: 'float'"),
     (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -525,7 +541,15 @@ def test_an_engine_of_weights_made_here_answers_as_its_own_matrices_do(
     assert_answers_as(folder, reference, quantization=option)
 
 
-DUMMIES = ["fp8 block", "float channel", "pack 8, asymmetric", "pack 4, asymmetric", "gptq, ordered", "awq"]
+DUMMIES = [
+    "nf4",
+    "fp8 block",
+    "float channel",
+    "pack 8, asymmetric",
+    "pack 4, asymmetric",
+    "gptq, ordered",
+    "awq",
+]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

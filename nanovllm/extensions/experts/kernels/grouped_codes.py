@@ -19,9 +19,11 @@ from nanovllm.extensions.experts.kernels.grouped_gemm import (
     permuted,
     store_tile,
 )
+from nanovllm.extensions.quantised.kernels.nf4 import look_up
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     MXFP4,
+    NF4,
     QuantisedWeight,
     codes_to_bf16,
     e2m1_to_bf16,
@@ -144,6 +146,8 @@ def _grouped_codes_kernel(
             high_x = masked_load(its_x + start + BYTES, is_real[None, :])
             if KIND == INT4:
                 low, high = halves_to_bf16(found)
+            elif KIND == NF4:
+                low, high = look_up(found, tl.bfloat16)
             else:
                 low, high = e2m1_to_bf16(found)
         else:
