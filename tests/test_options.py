@@ -172,7 +172,7 @@ def test_the_progress_bar_may_be_the_callers_own(llm, call):
     assert [(bar.n, bar.total, bar.disable) for bar in bars] == [(3, 3, True)]  # closed
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors", "bitsandbytes"])
 def test_the_format_of_quantised_weights_is_not_to_be_said(name):
     with pytest.raises(
         ValueError, match=f"quantization='{name}' is to be left out: .* found in the checkpoint"

@@ -837,7 +837,7 @@ MUTATIONS = [
             ".unflatten(0, (-1, BRICK_ROWS)).transpose(1, 2)",
             ".unflatten(0, (-1, BRICK_ROWS)).flip(2).transpose(1, 2)",
         ),
-        ("KIND) - zero) * scale + offset", "KIND) - zero) * scale"),
+        ("tl.float32) - zero) * scale + offset", "tl.float32) - zero) * scale"),
         ("zero = ZERO_POINT\n", "zero = 0\n"),
         ("place += column // GROUP", "place += byte // GROUP"),
         ("place = (row // TILE_ROWS)", "place = row"),

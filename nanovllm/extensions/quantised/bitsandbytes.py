@@ -51,8 +51,7 @@ class Int8(integers.Int8):
         self.stored["weight_format"] = StoredTensor(_check_layout, True)
 
     def _load_largest(self, loaded: Any, shard: Shard) -> None:
-        self._check_grid(loaded, shard, {torch.float32})
-        check_finite(self._load_grid(self.scales, loaded[...] / self.highest, shard))
+        self.load_scales(loaded[...] / self.highest, shard, {torch.float32})
 
 
 def _check_layout(loaded: Any, shard: Shard) -> None:

@@ -12,7 +12,7 @@ from nanovllm.config import CHECKS, DTYPES, Check, Config, one_of
 from nanovllm.utils.validation import check_bool, shown
 
 # Formats that other engines want to be told, and this one finds in the checkpoint.
-FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf".split()
+FOUND_FORMATS = "compressed-tensors gptq gptq_marlin awq awq_marlin auto-round gguf bitsandbytes".split()
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 
 

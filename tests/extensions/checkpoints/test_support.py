@@ -80,7 +80,10 @@ def with_a_bool(folder: Path) -> Path:
 
 
 KINDS = {
-    **{name: packed(name) for name in ("fp8 block", "pack 4, ordered", "gptq", "awq", "nvfp4", "mxfp4")},
+    **{
+        name: packed(name)
+        for name in ("fp8 block", "pack 4, ordered", "gptq", "awq", "nvfp4", "mxfp4", "nf4, nested")
+    },
     "float": lambda folder: make_checkpoint(folder, dtype="bfloat16"),
     "a tensor that is skipped": with_a_bool,
     "experts": lambda folder: make_checkpoint(folder, "qwen3_moe"),

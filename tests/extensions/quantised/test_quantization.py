@@ -99,6 +99,34 @@ def test_the_matrix_is_bit_for_bit_the_librarys_on_every_rank(packer, name):
         assert_products(layer, expected)
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_what_bitsandbytes_itself_packs_is_what_it_unpacks(is_nested):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packer, (make, shapes) = PACKERS["nf4, nested" if is_nested else "nf4"], LAYERS["gate and up"]
+    packed, expected = {}, []
+    for shard_id, shape in shapes.items():
+        weight, state = functional.quantize_4bit(
+            torch.randn(shape), blocksize=64, compress_statistics=is_nested, quant_type="nf4"
+        )
+        ends = {f"weight.{end}": tensor for end, tensor in state.as_dict(packed=True).items()}
+        packed[shard_id] = {"weight": weight} | ends
+        expected.append(functional.dequantize_4bit(weight, state))
+        assert torch.equal(packer.unpack(packed[shard_id]), expected[-1])
+    layer = make_layer(make, packer)
+    load_parts(layer, packed)
+    assert torch.equal(matrix_of(layer), torch.cat(expected))
+
+
+def test_so_it_is_with_its_rows_of_8_bits():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packer, (make, shapes) = PACKERS["int8 of bitsandbytes"], LAYERS["replicated"]
+    packed = packer.pack(torch.randn(shapes[None]))
+    layer = make_layer(make, packer)
+    load_parts(layer, {None: packed})
+    theirs = functional.int8_vectorwise_dequant(packed["weight"], packed["SCB"])
+    torch.testing.assert_close(matrix_of(layer), theirs, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt nvfp4", "mxfp4 of compressed-tensors"])
 def test_codes_of_4_bits_may_be_cut_anywhere_and_loaded_again(name):
     packer = PACKERS[name]

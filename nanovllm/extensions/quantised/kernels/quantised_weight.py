@@ -328,9 +328,6 @@ def _dequantise_kernel(
     if KIND == NF4:
         numbers = look_up(found, tl.float16)
     for half in tl.static_range(PER_BYTE):
-        if KIND == NF4:
-            number = numbers[half].to(tl.float32)
-        else:
-            number = code_to_float(found.to(tl.int32), 4 * half, KIND)
-        number = (number - zero) * scale + offset
+        code = numbers[half] if KIND == NF4 else code_to_float(found.to(tl.int32), 4 * half, KIND)
+        number = (code.to(tl.float32) - zero) * scale + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)
