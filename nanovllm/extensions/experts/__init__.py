@@ -25,7 +25,7 @@ GEMM:
 | fp8, 128 x 128 blocks | [out, in]                | sums over 128 inputs        | <= 4    | grouped_gemm    |
 | fp8, before Ada       | [out, in]                | sums                        | never   | grouped_codes   |
 | int8                  | [out, in]                | sums; small groups: values  | <= 4    | grouped_codes   |
-| int4                  | 32 inputs: 16 low halves | values; whole rows: sums    | <= 4    | grouped_codes   |
+| int4, nf4             | 32 inputs: 16 low halves | values; whole rows: sums    | <= 4    | grouped_codes   |
 | MXFP4                 | of bytes, 16 high ones   | values                      | <= 4    | grouped_codes   |
 | MXFP4, on Hopper      | bricks of 16 rows        | values, up to the row's     | <= 2    | grouped_mxfp4   |
 |                       | and 128 such inputs      | largest one, which: sums    |         |                 |

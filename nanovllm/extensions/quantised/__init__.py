@@ -17,6 +17,7 @@ by the rows of x that a GPU multiplies in bfloat16:
 | NVFP4, MXFP4 by compressed-tensors | bytes, twice the number | | values | gemv | linear | converted |
 | int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | linear | converted |
 | int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | linear | converted |
+| nf4 of bitsandbytes | halves, places in a table | | values | gemv | linear | converted |
 | GGUF's types | bytes or halves | offsets, or 8 | values | gemv | linear | converted |
 | MXFP4 | halves, e2m1 | | values | see `extensions/experts` | | |
 
@@ -38,7 +39,8 @@ Read in this order:
   `gptq.py` read the longer configurations; `assignment.py` gives layers their weights.
 - `scaled.py`: what all formats share; `products.py`: what multiplies them, and what it leaves to the next
   product. The gemv is listed as the dense weight's, if that has one.
-- `fp8.py`, `fp4.py`, `integers.py`, `mxfp4.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the formats.
-- `kernels/quantised_weight.py`: how packed values become numbers on a GPU; `kernels/multiply_words.py`: the
-  steps of a gemv, which those of experts take as well.
+- `fp8.py`, `fp4.py`, `integers.py`, `mxfp4.py`, `bitsandbytes.py`, `gguf.py` (`gguf_blocks.py` decodes its
+  blocks): the formats.
+- `kernels/quantised_weight.py`: how packed values become numbers on a GPU, those of nf4 by `kernels/nf4.py`;
+  `kernels/multiply_words.py`: the steps of a gemv, which those of experts take as well.
 """

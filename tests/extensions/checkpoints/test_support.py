@@ -47,9 +47,8 @@ def folder(tmp_path_factory) -> Path:
 
 def packed(name: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        floats = make_checkpoint(
-            folder / "floats", "gpt_oss" if name == "mxfp4" else "qwen3", tokenizer=False
-        )
+        kind = "gpt_oss" if name == "mxfp4" else "qwen3"
+        floats = make_checkpoint(folder / "floats", kind, tokenizer=False, intermediate_size=128)
         return quantise(floats, folder / "packed", mxfp4() if name == "mxfp4" else PACKERS[name])
 
     return write
