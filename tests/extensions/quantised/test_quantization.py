@@ -99,6 +99,14 @@ def test_the_matrix_is_bit_for_bit_the_librarys_on_every_rank(packer, name):
         assert_products(layer, expected)
 
 
+def test_codes_of_nf4_made_here_are_those_of_the_nearest_numbers():
+    packer, (make, shapes) = PACKERS["nf4"], LAYERS["replicated"]
+    matrix = torch.randn(shapes[None])
+    layer = make_layer(make, packer)
+    layer.matrix.fill(matrix)
+    assert torch.equal(matrix_of(layer), packer.unpack(packer.pack(matrix)))
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_what_bitsandbytes_itself_packs_is_what_it_unpacks(is_nested):
     functional = pytest.importorskip("bitsandbytes.functional")
