@@ -59,9 +59,9 @@ def test_a_published_configuration_loads_or_is_refused_in_these_words(tmp_path, 
 
 
 def test_most_of_sixty_load():
-    """So many now. It is to be 55, and the others those that keep a state, or take more than 200 GB."""
+    """The others keep a state, take more than 200 GB, or shift scores (BLOOM's ALiBi)."""
     assert len(PUBLISHED) == 60
-    assert sum("refused" not in entry for entry in PUBLISHED.values()) == 52
+    assert sum("refused" not in entry for entry in PUBLISHED.values()) == 55
 
 
 if __name__ == "__main__":
