@@ -231,10 +231,11 @@ def test_experts_are_as_likely_to_go_on_on_a_gpu(tmp_path, case):
         file = make_file(tmp_path, case, "Q8_0", **sizes)
     else:
         file = make_gpt_oss(tmp_path, case, intermediate_size=128, num_experts_per_tok=4, **sizes)
-    prompt = [*range(16)] * 2
+    prompt, reference = [*range(16)] * 2, load_reference(tmp_path).cuda()
+    tokens = torch.tensor([prompt], device="cuda")
     with torch.no_grad():
-        logits = load_reference(tmp_path)(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
+        logprobs = reference(input_ids=tokens).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, tokens[:, 1:].T).sum().item()
     options = dict(device="cuda", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)
     with LLM(str(file), **options) as llm:
         experts = [each for each in llm.model_runner.model.modules() if isinstance(each, Experts)]
