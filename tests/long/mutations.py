@@ -79,6 +79,7 @@ TESTS += [
     "adapter",
     "model_config",
     "transformers_model",
+    "quantised_experts",
     "transformers_exact",
     "exact_kernels",
     "options",
@@ -1095,6 +1096,7 @@ MUTATIONS = [
         ("return self.group.all_reduce(run_experts(", "return (run_experts("),
         ("if type(module) is Conv1D:", "if False:"),
         ("return linear_like(module) if is_plain else None", "return linear_like(module)"),
+        ("linear.is_quantisable = module.out_features > 1", "pass"),
         ("        up = gate.flip(0)", "        up = gate"),
         ("+ gates.std(-1, unbiased=False, keepdim=True) * deviations", ""),
         ('if hasattr(module, "_gaussian_topk"):', "if False:"),
@@ -1132,6 +1134,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/transformers/ranks",
         (' or getattr(module, "activation_sparsity", 0)', ""),
+        ("if not (shares or are_experts_cut):", "if not shares:"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/weights",
@@ -1139,7 +1142,8 @@ MUTATIONS = [
             "    for number, matrix in enumerate(value):\n",
             "    for number, matrix in enumerate(value.flip(0)):\n",
         ),
-        ("if tensor.name in known and EXPERT.search(tensor.name):", "if False:"),
+        ("    if any(map(EXPERT.search, known)):", "    if False:"),
+        ("parts.get(found[2], found[2])", "found[2]"),
         ("sources.sort(key=lambda source: dot_natural_key(source[0].name))", "pass"),
         ("ignored = MASKS, *", "ignored = "),
     ),

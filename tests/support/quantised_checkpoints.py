@@ -15,7 +15,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-QUANTISED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+QUANTISED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj w1 w2 w3".split()
+QUANTISED += "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split()
 E4M3 = torch.float8_e4m3fn
 
 

@@ -29,7 +29,7 @@ def assign_weights(model: nn.Module, scheme: Scheme | None, dense: Callable[...,
     """
     stacked = [name for name, param in model.named_parameters() if param.dim() > 2]  # by transformers
     if scheme is not None and stacked:
-        raise ValueError(f"{stacked[0]} cannot be quantised, as experts can only in classes of this project")
+        raise ValueError(f"{stacked[0]} cannot be quantised: only experts that are plain SwiGLU networks can")
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
             continue

@@ -53,6 +53,7 @@ class Linear(LinearBase):
 def linear_like(module: nn.Linear) -> Linear:
     linear = Linear({None: part_of(module)}, module.bias is not None)
     linear.is_part = getattr(module, "cut", None) == "rowwise"
+    linear.is_quantisable = module.out_features > 1  # the gate of a shared expert stays as it is
     return linear
 
 

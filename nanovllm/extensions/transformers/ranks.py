@@ -26,11 +26,12 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
     """
     group = get_group()
     plan = base.config.base_model_tp_plan or {}
-    shares = {}
+    shares, are_experts_cut = {}, False
     if group.size == 1:
         return shares
     for prefix, module in base.named_modules():
         if has_plain_experts(module):
+            are_experts_cut = True
             continue
         way = plan.get(_generic(prefix))
         cuts = LINEAR.get(way, {}) if isinstance(module, nn.Linear) else {}
@@ -46,7 +47,7 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
                 shares[f"{prefix}.{name}"] = nn.Parameter(param.new_empty(shape), requires_grad=False)
             elif _generic(f"{prefix}.{name}") in plan:
                 raise ValueError(f"tensor_parallel_size must be 1: {prefix}.{name} cannot be split")
-    if not shares:
+    if not (shares or are_experts_cut):
         raise ValueError(f"tensor_parallel_size must be 1: {type(base).__name__} has no plan to split it")
     return shares
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 MASKS = r"\.attn\.attention\.(masked_)?bias$"  # of GPT-Neo, in its older files
-EXPERT = re.compile(r"\.\d+\.(gate|up|down)_proj\.")  # what names have behind "experts"
+EACH_EXPERT = "experts.*."  # in patterns of tensors that transformers joins
+EXPERT = re.compile(r"(\.experts\.\d+\.)(\w+)")  # in names of tensors
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -46,18 +47,23 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    parts = {}  # of an expert, by their names in checkpoints, if experts are loaded one by one
+    if any(map(EXPERT.search, known)):
+        for each in converters:
+            if EACH_EXPERT in each.source_patterns[0]:
+                stored = (pattern.split(".")[-2] for pattern in each.source_patterns)
+                parts |= zip(stored, PARTS[each.target_patterns[0].rpartition(".")[2]], strict=True)
+        converters = [each for each in converters if EACH_EXPERT not in each.source_patterns[0]]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = MASKS, *(model._keys_to_ignore_on_load_unexpected or ())
     state = dict.fromkeys(known, True)
     waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.name in known and EXPERT.search(tensor.name):
-            yield tensor
-            continue
         name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
             continue
+        name = EXPERT.sub(lambda found: found[1] + parts.get(found[2], found[2]), name)
         if name in known:
             tensor = copy.copy(tensor)
             tensor.name = name
