@@ -28,6 +28,7 @@ if EXTENDED:
     from nanovllm.extensions.api.foreign_options import make_config
     from nanovllm.extensions.api.llm import with_api
     from nanovllm.extensions.checkpoints import opening, recommended
+    from nanovllm.extensions.cpu import decode
     from nanovllm.extensions.exact import exact_parts
     from nanovllm.extensions.experts import moe
     from nanovllm.extensions.int8_cache.layout import Int8Layout
@@ -74,7 +75,7 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     return made
 
 
-def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
+def open_model(model: str, options: dict) -> tuple[Config, Checkpoint]:
     """
     What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
     they name; and that, opened. Raises TypeError and ValueError naming an option.
@@ -121,6 +122,7 @@ def assemble(config: Config) -> Parts:
             bitmask,
             stop_texts.StopTexts(),
             stats.Finished(),
+            decode.CompiledDecode(config),
         ),
         prefix_cache=prefix_cache,
         admissions=(token_prefixes.HoldBack(), admission_control),
@@ -140,7 +142,7 @@ def assemble(config: Config) -> Parts:
     return parts
 
 
-def get_model_class(config: ModelConfig) -> type[nn.Module]:
+def get_model_class(config: ModelConfig) -> type:
     """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
         return MODELS[config.architectures[0]]

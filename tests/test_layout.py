@@ -129,6 +129,8 @@ CALLED_BY_USERS = {
     "extensions/api/engine_args.py": "EngineArgs EngineArgs.add_cli_args EngineArgs.from_cli_args",
 }
 CALLED_FROM_OUTSIDE = {
+    "extensions/cpu/vectors.py": "FloatsModel",  # Numba's
+    "extensions/cpu/compiled.py": "Step decode_step compute_logits",  # from a module imported when needed
     "extensions/lab/check.py": "Findings.pytest_runtest_logreport Findings.pytest_collectreport",  # pytest's
     "extensions/exact/trainer.py": "Product.backward Recomputed.backward",  # autograd's
     "distributed/ranks.py": "serve",  # what a new process runs

@@ -67,6 +67,7 @@ TESTS += [
     "adapter",
     "gguf_blocks",
     "gguf_products",
+    "compiled_decode",
     "gguf",
     "gguf_architectures",
     "hub",
@@ -1414,6 +1415,20 @@ MUTATIONS = [
         "nanovllm/assembly",
         ("dense_weight(exact,", "dense_weight(False,"),
         ("exact_parts.make_exact(parts, config", "(lambda *_: None)(parts, config"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/cpu/compiled",
+        ("not is_query and slot >= 0", "is_value and slot >= 0"),
+        ("        total += number", "        total += high"),
+        ("head // (heads // kv_heads)", "head % kv_heads"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/cpu/packing",
+        ("low | high << 4", "high | low << 4"),
+        ("torch.zeros(outputs) if bias is None else bias.float()", "torch.zeros(outputs)"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/cpu/decode", (", attn.k_cache.numel(), *", ", attn.k_cache.numel() // 2, *")
     ),
     *mutations_of(
         "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")

@@ -242,6 +242,20 @@ class PackedCodes:
         facts, pairs = (self.digits, self.group, None), self.scales_and_zeros[:, rows].transpose(0, 1)
         return PackedCodes(facts, self.packed[rows], pairs)
 
+    @property
+    def readable_group(self) -> int:
+        """The inputs of its groups, or 0 if it is not known how torch has packed them."""
+        return self.group if is_readable() else 0
+
+    def groups(self) -> Groups:
+        """Codes int8 [outputs, groups, inputs], their scales and offsets, if these can be read."""
+        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
+        codes = unpack(self.packed.view(-1, *size)).permute(0, 3, 1, 2).flatten(0, 1)
+        scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
+        if self.digits == 1:
+            return Groups((codes - 8).view(torch.int8), scales, zeros)
+        return Groups((codes - 128).view(torch.int8), scales, 17 * zeros - 8 * scales)
+
     def dequantise(self) -> Tensor:
         return torch.cat([columns.t() for columns in self._columns()])
 

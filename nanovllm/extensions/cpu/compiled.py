@@ -1,0 +1,270 @@
+"""A decode step as one compiled function, which every thread runs: from embeddings to the last norm.
+
+Between two barriers threads compute different outputs or heads. What is short (norms, and the quantisation of
+what a product reads) each of them does by itself, which takes less time than to wait. What a product reads is
+quantised to integers of two digits, a byte each, with a scale for GROUP of them; all else is float32. (With
+one digit the logits of a small model were four times as far from those in float32 as bfloat16's.)
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from nanovllm.extensions.cpu.packing import GROUP, LANES
+from nanovllm.extensions.cpu.vectors import (
+    DIGIT_BITS,
+    add_bytes,
+    add_nibbles,
+    as_float,
+    barrier,
+    load,
+    on_threads,
+    store,
+)
+
+f32, i32 = np.float32, np.int32
+LARGEST = 127 << DIGIT_BITS  # of an input's codes
+QKV, OUT, GATE_UP, DOWN = range(4)
+compiled = njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+entry = njit(cache=True, nogil=True)
+
+
+class Step(NamedTuple):
+    """Arrays, float32 unless said otherwise; the last are each thread's own."""
+
+    matrices: np.ndarray  # int64 [layers, 4, (address of what `pack` returns, bits)]
+    norms: np.ndarray  # [layers, 2, hidden]
+    head_norms: np.ndarray  # [layers, 2, head_dim], of q and k; or without layers
+    last_norm: np.ndarray  # [hidden]
+    angles: np.ndarray  # [positions, head_dim], cosines, then sines
+    eps: float
+    scale: float
+    cache: np.ndarray  # uint16, the bits of bfloat16: [2, layers, blocks, block_size, kv_heads, head_dim]
+    qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim]
+    attended: np.ndarray  # [rows, heads, head_dim]
+    added: np.ndarray  # [rows, hidden]
+    gates: np.ndarray  # [rows, 2 * width]
+    normed: np.ndarray  # [threads, hidden]
+    codes: (
+        np.ndarray
+    )  # int8 [threads, rows, 2 * most inputs]: of each group the high digits, then the low ones
+    scales: np.ndarray  # [threads, rows, groups]
+    sums: np.ndarray  # int32, of a group's codes
+    scores: np.ndarray  # [threads, most tokens]
+
+
+@compiled
+def exp(x):
+    """2^n times a Taylor series, to float32's precision."""
+    power = min(max(x * f32(1 / math.log(2)), f32(-126)), f32(126))
+    n = i32(power)
+    rest, series = (power - f32(n)) * f32(math.log(2)), f32(1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        series = series * rest + f32(factor)
+    return series * as_float((n + i32(127)) << i32(23))
+
+
+@compiled
+def from_bf16(bits):
+    return as_float(i32(bits) << i32(16))
+
+
+@compiled
+def to_bf16(bits):
+    return np.uint16((bits + i32(0x7FFF) + ((bits >> i32(16)) & i32(1))) >> i32(16))
+
+
+@compiled
+def share(count, thread, threads):
+    """Begin and end of what a thread computes of so many."""
+    return count * thread // threads, count * (thread + 1) // threads
+
+
+@compiled
+def rms_norm(x, weight, eps, y):
+    total = f32(0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    factor = f32(1) / np.sqrt(total / f32(len(x)) + eps)
+    for i in range(len(x)):
+        y[i] = x[i] * factor * weight[i]
+
+
+@compiled
+def quantise(step, thread, row, x):
+    """What the thread's products read of a row."""
+    codes, scales, sums = step.codes[thread, row], step.scales[thread, row], step.sums[thread, row]
+    for group in range(len(x) // GROUP):
+        start, largest, total = group * GROUP, f32(0), i32(0)
+        for i in range(start, start + GROUP):
+            largest = max(largest, abs(x[i]))
+        inverse = f32(LARGEST) / max(largest, f32(1e-30))
+        for i in range(GROUP):
+            # The nearest: what is cut off is positive.
+            number = i32(x[start + i] * inverse + f32(LARGEST + 1.5)) - i32(LARGEST + 1)
+            high = (number + i32(1 << DIGIT_BITS - 1)) >> i32(DIGIT_BITS)
+            codes[2 * start + i], codes[2 * start + GROUP + i] = high, number - (high << i32(DIGIT_BITS))
+            total += number
+        scales[group], sums[group] = largest / f32(LARGEST), total
+
+
+@compiled
+def multiply(step, thread, matrix, width, begin, end, y):
+    """LANES outputs of each of these tiles, y [rows, outputs], from so many inputs that are quantised."""
+    address, bits = matrix
+    groups, block_bytes = width // GROUP, LANES * (4 + GROUP * bits // 8)
+    for tile in range(begin, end):
+        start = address + tile * (4 * LANES + groups * block_bytes)
+        for row in range(len(y)):
+            x, scales, sums = (
+                step.codes[thread, row].ctypes.data,
+                step.scales[thread, row],
+                step.sums[thread, row],
+            )
+            total, block = load(start), start + 4 * LANES
+            for group in range(groups):
+                if bits == 4:
+                    total = add_nibbles(total, block, x, scales[group], sums[group])
+                else:
+                    total = add_bytes(total, block, x, scales[group], sums[group])
+                x, block = x + 2 * GROUP, block + block_bytes
+            store(y[row, tile * LANES :].ctypes.data, total)
+
+
+@compiled
+def multiply_add(step, thread, threads, matrix, width, x):
+    """Add the product to x [rows, hidden]."""
+    begin, end = share(x.shape[1] // LANES, thread, threads)
+    added = step.added[: len(x)]
+    multiply(step, thread, matrix, width, begin, end, added)
+    for row in range(len(x)):
+        for i in range(begin * LANES, end * LANES):
+            x[row, i] += added[row, i]
+
+
+@compiled
+def rotate_and_store(step, layer, qkv, head, position, slot):
+    """A head of a token's queries or keys, in place; or of its values."""
+    size, kv_heads, dim = step.cache.shape[3:]
+    heads = len(qkv) - 2 * kv_heads
+    x, is_query, is_value = qkv[head], head < heads, head >= heads + kv_heads
+    if not is_value:
+        if len(step.head_norms):
+            rms_norm(x, step.head_norms[layer, i32(not is_query)], step.eps, x)
+        for i in range(dim // 2):
+            cos, sin, half = step.angles[position, i], step.angles[position, dim // 2 + i], x[dim // 2 + i]
+            x[i], x[dim // 2 + i] = x[i] * cos - half * sin, half * cos + x[i] * sin
+    if not is_query and slot >= 0:
+        row = step.cache[i32(is_value), layer, slot // size, slot % size, (head - heads) % kv_heads]
+        bits = x.view(np.int32)
+        for i in range(dim):
+            row[i] = to_bf16(bits[i])
+
+
+@compiled
+def attend(query, keys, values, head, table, length, scale, scores, out):
+    """A query head, which reads this kv head; keys and values are a layer's."""
+    size, highest, total = keys.shape[1], f32(-np.inf), f32(0)
+    out[:] = f32(0)
+    for token in range(length):
+        key, score = keys[table[token // size], token % size, head], f32(0)
+        for i in range(len(query)):
+            score += query[i] * from_bf16(key[i])
+        scores[token] = score * scale
+        highest = max(highest, scores[token])
+    for token in range(length):
+        scores[token] = exp(scores[token] - highest)
+        total += scores[token]
+    for token in range(length):
+        value, weight = values[table[token // size], token % size, head], scores[token] / total
+        for i in range(len(out)):
+            out[i] += weight * from_bf16(value[i])
+
+
+@compiled
+def silu_and_mul(gates, begin, end):
+    """The first half of a row are gates; in place."""
+    for row in gates:
+        for i in range(begin, end):
+            row[i] *= row[len(row) // 2 + i] / (f32(1) + exp(-row[i]))
+
+
+@compiled
+def wait(threads):
+    if threads > 1:
+        barrier()
+
+
+@compiled
+def run_layers(arguments, thread, threads):
+    step, x, positions, slots, lengths, tables = arguments
+    (rows, hidden), width, kv_heads = x.shape, step.gates.shape[1] // 2, step.cache.shape[4]
+    qkv, attended, gates = step.qkv[:rows], step.attended[:rows], step.gates[:rows]
+    heads, dim = attended.shape[1:]
+    flat_qkv, normed = qkv.reshape(rows, -1), step.normed[thread]
+    for layer in range(len(step.matrices)):
+        matrix = step.matrices[layer]
+        for row in range(rows):
+            rms_norm(x[row], step.norms[layer, 0], step.eps, normed)
+            quantise(step, thread, row, normed)
+        begin, end = share(flat_qkv.shape[1] // LANES, thread, threads)
+        multiply(step, thread, matrix[QKV], hidden, begin, end, flat_qkv)
+        wait(threads)
+        for item in range(thread, rows * qkv.shape[1], threads):
+            row, head = item // qkv.shape[1], item % qkv.shape[1]
+            rotate_and_store(step, layer, qkv[row], head, positions[row], slots[row])
+        wait(threads)
+        for item in range(thread, rows * heads, threads):
+            row, head = item // heads, item % heads
+            seen = step.cache[0, layer], step.cache[1, layer], head // (heads // kv_heads)
+            its = tables[row], lengths[row], step.scale, step.scores[thread], attended[row, head]
+            attend(qkv[row, head], *seen, *its)
+        wait(threads)
+        for row in range(rows):
+            quantise(step, thread, row, attended[row].reshape(-1))
+        multiply_add(step, thread, threads, matrix[OUT], heads * dim, x)
+        wait(threads)
+        for row in range(rows):
+            rms_norm(x[row], step.norms[layer, 1], step.eps, normed)
+            quantise(step, thread, row, normed)
+        begin, end = share(width // LANES, thread, threads)
+        for half in range(2):
+            start = half * width // LANES
+            multiply(step, thread, matrix[GATE_UP], hidden, start + begin, start + end, gates)
+        silu_and_mul(gates, begin * LANES, end * LANES)
+        wait(threads)
+        for row in range(rows):
+            quantise(step, thread, row, gates[row, :width])
+        multiply_add(step, thread, threads, matrix[DOWN], width, x)
+        wait(threads)
+    for row in range(thread, rows, threads):
+        rms_norm(x[row], step.last_norm, step.eps, x[row])
+
+
+@compiled
+def run_head(arguments, thread, threads):
+    step, head, x, logits = arguments
+    for row in range(len(x)):
+        quantise(step, thread, row, x[row])
+    begin, end = share(logits.shape[1] // LANES, thread, threads)
+    multiply(step, thread, head, x.shape[1], begin, end, logits)
+
+
+@entry
+def decode_step(arguments, threads):
+    """x [rows, hidden] becomes hidden states; of (step, x, positions, slots, lengths, tables)."""
+    if threads == 1:
+        run_layers(arguments, 0, 1)
+    else:
+        on_threads(run_layers, arguments, threads)
+
+
+@entry
+def compute_logits(arguments, threads):
+    """From hidden states x to logits [rows, outputs]; of (step, head [address, bits], x, logits)."""
+    if threads == 1:
+        run_head(arguments, 0, 1)
+    else:
+        on_threads(run_head, arguments, threads)

@@ -1,0 +1,200 @@
+"""Which models have a compiled decode step, and how it takes the place of their forward.
+
+Numba is loaded with the first of them. The step runs on torch's own threads of OpenMP: others would wait for
+a core on which these spin.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import Config
+from nanovllm.engine.interfaces import Observer
+from nanovllm.extensions.cpu.packing import GROUP, LANES, pack, quantise
+from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.layers.linear import LinearBase
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
+from nanovllm.utils.context import get_context
+
+MAX_ROWS = 8
+OPENMP = "GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads"  # GNU's
+
+
+class CompiledDecode(Observer):
+    """Gives a model its compiled step when it is loaded, unless options say enforce_eager or exact."""
+
+    def __init__(self, config: Config):
+        is_plain = not config.enforce_eager and not config.exact
+        self.is_wanted = is_plain and importlib.util.find_spec("numba") is not None
+
+    def before_warmup(self, model: nn.Module) -> None:
+        if self.is_wanted and can_compile(model):
+            CompiledStep(model)
+
+
+def can_compile(model: nn.Module) -> bool:
+    """
+    Whether this is a dense Llama-like model on one rank of a CPU, whose layers have GGUF's packed codes, and
+    whose KV cache is in bfloat16.
+    """
+    if type(model).forward is not Qwen3ForCausalLM.forward or type(model.model) is not Qwen3Model:
+        return False
+    rotations = {layer.self_attn.rotary_emb for layer in model.model.layers}
+    return len(rotations) == 1 and all(map(_can_compile_layer, model.model.layers))
+
+
+def _can_compile_layer(layer: nn.Module) -> bool:
+    kinds = type(layer), type(layer.self_attn), type(layer.mlp)
+    if kinds != (Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP):
+        return False
+    attn = layer.self_attn.attn
+    layout = attn.backend.layout
+    is_plain = (type(layout), type(attn.variant)) == (CacheLayout, AttentionVariant)
+    fits = is_plain and layout.dtype == torch.bfloat16 and attn.head_dim % LANES == 0
+    return fits and all(map(_is_packed, _matrices(layer)))
+
+
+def _matrices(layer: nn.Module) -> list[LinearBase]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+
+
+def _is_packed(linear: LinearBase) -> bool:
+    """Whether it is one run of codes whose order is known, with a scale for GROUP inputs."""
+    runs = getattr(linear.matrix, "runs", ())
+    is_run = linear.group.size == len(runs) == 1 and hasattr(runs[0], "groups")
+    return is_run and runs[0].readable_group == GROUP
+
+
+@functools.cache
+def load_functions() -> Any:
+    """
+    The module of compiled functions, and how many threads they may have. They are kept in the user's cache,
+    in a folder for this version of their source, of which Numba itself would see one file alone.
+    """
+    import numba
+    from llvmlite import binding
+
+    if not has_openmp():
+        for name in OPENMP:
+            binding.add_symbol(name, 1)  # where one thread never calls it
+    source = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nano-vllm"
+    folder = cache / f"numba-{hashlib.sha256(source).hexdigest()[:16]}"
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        from nanovllm.extensions.cpu import compiled
+    finally:
+        numba.config.CACHE_DIR = before
+    return compiled
+
+
+def has_openmp() -> bool:
+    """Whether torch was linked with GNU's OpenMP."""
+    return os.name == "posix" and hasattr(ctypes.CDLL(None), OPENMP[0])
+
+
+class CompiledStep:
+    """Takes the place of a model's forward, and of its head's logits, in decode steps of up to MAX_ROWS."""
+
+    def __init__(self, model: nn.Module):
+        self.functions = load_functions()
+        self.embed_tokens, self.head = model.model.embed_tokens, model.lm_head
+        self.attention = model.model.layers[0].self_attn.attn
+        self.widths = [linear.matrix.shape[1] for linear in _matrices(model.model.layers[0])]
+        self.num_threads = torch.get_num_threads() if has_openmp() else 1
+        self.packed: list[Tensor] = []  # whose addresses the step has
+        self.weights = self._weights(model.model)
+        self.step: Any = None
+        weight = self.head.weight.to_dense() if self.head.weight.is_mkldnn else self.head.weight
+        self.packed_head = quantise(weight[: self.head.vocab_end - self.head.vocab_start])
+        self.run_model, self.run_head = model.forward, model.lm_head.logits
+        model.forward, model.lm_head.logits = self.forward, self.logits
+
+    def _weights(self, model: Qwen3Model) -> dict[str, Any]:
+        """Those fields of a Step that are known before there is a KV cache."""
+        layers, first = model.layers, model.layers[0].self_attn
+        norms = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
+        head_norms = [(layer.self_attn.q_norm, layer.self_attn.k_norm) for layer in layers if first.q_norm]
+        matrices = [[self._pack(linear) for linear in _matrices(layer)] for layer in layers]
+        return {
+            "matrices": np.array(matrices, np.int64),
+            "norms": _stack(norms, len(model.norm.weight)),
+            "head_norms": _stack(head_norms, first.attn.head_dim),
+            "last_norm": model.norm.weight.float().numpy(),
+            "angles": first.rotary_emb.cos_sin_cache.numpy(),
+            "eps": np.float32(model.norm.eps),
+            "scale": np.float32(first.attn.variant.scale),
+        }
+
+    def _pack(self, linear: LinearBase) -> tuple[int, int]:
+        """Where the packed matrix is, and the bits of its codes."""
+        [run] = linear.matrix.runs
+        bits = 4 if run.digits == 1 else 8
+        self.packed.append(pack(*run.groups(), bits, linear.bias))
+        return self.packed[-1].data_ptr(), bits
+
+    def _make_step(self, max_blocks: int) -> Any:
+        """The step of the engine's KV cache, for block tables of this width."""
+        attn, weights, widths = self.attention, self.weights, self.widths
+        (layers, _, hidden), page = weights["norms"].shape, attn.k_cache.shape
+        sizes = 2, layers, *page
+        strides = [layers * attn.k_cache.numel(), attn.k_cache.numel(), *attn.k_cache.stride()]
+        cache = attn.k_cache.as_strided(sizes, strides, 0).view(torch.uint16).numpy()  # see kv_cache.py
+        heads, dim, threads = attn.num_heads, attn.head_dim, self.num_threads
+        return self.functions.Step(
+            **weights,
+            cache=cache,
+            qkv=_empty(MAX_ROWS, heads + 2 * attn.num_kv_heads, dim),
+            attended=_empty(MAX_ROWS, heads, dim),
+            added=_empty(MAX_ROWS, hidden),
+            gates=_empty(MAX_ROWS, 2 * widths[-1]),
+            normed=_empty(threads, hidden),
+            codes=_empty(threads, MAX_ROWS, 2 * max(widths), dtype=np.int8),
+            scales=_empty(threads, MAX_ROWS, max(widths) // GROUP),
+            sums=_empty(threads, MAX_ROWS, max(widths) // GROUP, dtype=np.int32),
+            scores=_empty(threads, max_blocks * page[1]),
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As the model's."""
+        step = get_context()
+        if step.is_prefill or not 0 < len(input_ids) <= MAX_ROWS:
+            return self.run_model(input_ids, positions)
+        if self.step is None:
+            self.step = self._make_step(step.block_tables.shape[1])
+        hidden_states = self.embed_tokens(input_ids)
+        x = hidden_states.float().numpy()
+        inputs = positions, step.slot_mapping, step.context_lens, step.block_tables
+        self.functions.decode_step((self.step, x, *(each.numpy() for each in inputs)), self.num_threads)
+        return torch.from_numpy(x).to(hidden_states.dtype)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """As the head's."""
+        if self.step is None or get_context().is_prefill or not 0 < len(hidden_states) <= MAX_ROWS:
+            return self.run_head(hidden_states)
+        logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
+        head = np.array([self.packed_head.data_ptr(), 8])
+        arguments = self.step, head, hidden_states.float().numpy(), logits
+        self.functions.compute_logits(arguments, self.num_threads)
+        num_rows = self.head.vocab_end - self.head.vocab_start
+        return torch.from_numpy(logits)[:, :num_rows].to(hidden_states.dtype)
+
+
+def _empty(*shape: int, dtype: type = np.float32) -> np.ndarray:
+    return np.empty(shape, dtype)
+
+
+def _stack(norms: list[tuple[nn.Module, nn.Module]], size: int) -> np.ndarray:
+    """Float32 [layers, 2, size]."""
+    weights = [norm.weight.float().numpy() for pair in norms for norm in pair]
+    return np.array(weights, np.float32).reshape(-1, 2, size)

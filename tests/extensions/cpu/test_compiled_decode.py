@@ -1,0 +1,179 @@
+"""The compiled decode step against the torch path and float32, and who does not get one."""
+
+import importlib.util
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import byte_level_metadata, write_gguf
+from smollm2 import smollm2_gguf  # noqa: F401  a fixture
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extensions.cpu import decode
+from nanovllm.extensions.cpu.packing import GROUP, LANES, pack, quantise
+from tiny_checkpoints import make_checkpoint
+
+pytest.importorskip("numba")
+WIDE = dict(hidden_size=128, intermediate_size=192, vocab_size=259)  # heads of 32; 64 outputs of each shard
+FORMS = [
+    ("llama", "Q4_1", {}),
+    ("llama", "Q8_0", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    ("qwen2", "Q4_0", {}),
+    ("qwen3", "Q5_1", dict(head_dim=32)),
+]
+PROMPTS = [[5, 6, 7], [*range(20, 60)], [9], [*range(100, 133)], [1, 2], [3], [4, 3, 2], [*range(15)]]
+
+
+def make_gguf(folder, architecture="llama", kind="Q4_1", **overrides):
+    make_checkpoint(folder, architecture, **WIDE | overrides)
+    return write_gguf(folder, kind, **byte_level_metadata("qwen2"))
+
+
+def make_engine(file, **options):
+    options = dict(dtype="bfloat16", device="cpu", max_model_len=256, kvcache_block_size=16) | options
+    return LLM(str(file), **options)
+
+
+def is_compiled(llm) -> bool:
+    return isinstance(getattr(llm.model_runner.model.forward, "__self__", None), decode.CompiledStep)
+
+
+def decoded_logits(llm, prompts, tokens) -> torch.Tensor:
+    """Log-probabilities [steps, sequences, vocabulary] where every sequence goes on with these tokens."""
+    found, forced = [], iter(tokens)
+    runner = llm.model_runner
+    compute, sampler = runner.model.compute_logits, runner.sampler
+    runner.model.compute_logits = lambda hidden: found.append(compute(hidden).float().clone()) or found[-1]
+    runner.sampler = lambda logits, step: torch.full((len(logits),), next(forced))
+    try:
+        params = SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        runner.model.compute_logits, runner.sampler = compute, sampler
+    return torch.stack(found[1:]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_matrix_multiplies(bits):
+    compiled = decode.load_functions()
+    rng = torch.Generator().manual_seed(bits)
+    outputs, groups, rows = 3 * LANES, 5, 4
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(low, high, (outputs, groups, GROUP), dtype=torch.int8, generator=rng)
+    scales, zeros = torch.randn(2, outputs, groups, generator=rng).bfloat16().float()
+    x, bias = torch.randn(rows, groups * GROUP, generator=rng), torch.randn(outputs, generator=rng)
+    packed = pack(codes, scales, zeros, bits, bias)
+    empty = [np.zeros(0, np.float32)] * 4
+    step = compiled.Step(
+        np.zeros((0, 4, 2), np.int64), np.zeros((0, 2, 1), np.float32), np.zeros((0, 2, 1), np.float32),
+        empty[0], np.zeros((0, 1), np.float32), np.float32(0), np.float32(0),
+        np.zeros((2, 0, 0, 0, 0, 0), np.uint16), np.zeros((0, 0, 0), np.float32),
+        np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32),
+        np.zeros((1, 0), np.float32), np.zeros((1, rows, 2 * groups * GROUP), np.int8),
+        np.zeros((1, rows, groups), np.float32), np.zeros((1, rows, groups), np.int32),
+        np.zeros((1, 0), np.float32),
+    )  # fmt: skip
+    found = np.zeros((rows, outputs), np.float32)
+    matrix = np.array([packed.data_ptr(), bits])
+    compiled.compute_logits((step, matrix, x.numpy(), found), 1)
+    weight = (codes * scales.unsqueeze(-1) + zeros.unsqueeze(-1)).flatten(1)
+    expected = x.double() @ weight.double().t() + bias
+    error = (torch.from_numpy(found) - expected).abs().max() / expected.std()
+    assert error < 3e-4  # inputs have 15 bits
+    found[:] = 0
+    compiled.compute_logits((step, matrix, np.zeros_like(x), found), 1)
+    assert np.array_equal(found, np.broadcast_to(bias, found.shape))
+
+
+def test_a_head_is_quantised_to_8_bits():
+    weight = torch.randn(LANES + 3, 2 * GROUP)
+    blocks = quantise(weight)[:, 4 * LANES :].view(2, 2, -1)  # [tiles, groups, bytes]
+    codes = blocks[:, :, 4 * LANES :].view(2, 2, 8, LANES, 4).permute(0, 3, 1, 2, 4).reshape(32, 2, GROUP)
+    pairs = blocks[:, :, : 4 * LANES].contiguous().view(torch.bfloat16).view(2, 2, LANES, 2).float()
+    scales = pairs[..., 0].transpose(1, 2).reshape(32, 2, 1)
+    restored = ((codes.float() - 128) * scales).flatten(1)
+    assert not restored[len(weight) :].any()
+    assert (
+        (restored[: len(weight)] - weight).abs()
+        <= 0.51 * scales[: len(weight)].repeat_interleave(GROUP, 1).flatten(1)
+    ).all()
+
+
+@pytest.mark.parametrize("architecture, kind, overrides", FORMS)
+def test_logits_are_as_close_to_float32_as_those_of_the_torch_path(tmp_path, architecture, kind, overrides):
+    file = make_gguf(tmp_path, architecture, kind, **overrides)
+    tokens = [11, 12, 250, 13, 14, 77]
+    logits = []
+    for options in ({"dtype": "float32"}, {"enforce_eager": True}, {}):
+        with make_engine(file, **options) as llm:
+            assert is_compiled(llm) != bool(options)
+            logits.append([decoded_logits(llm, prompts, tokens) for prompts in (PROMPTS, PROMPTS[1:2])])
+    for expected, plain, found in zip(*logits, strict=True):
+        assert (found - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()
+
+
+def test_more_rows_than_it_takes_and_fewer_are_computed_on_one_cache(tmp_path):
+    prompts = [[i, i + 1] for i in range(decode.MAX_ROWS + 1)]
+    file = make_gguf(tmp_path)
+    lengths = [SamplingParams(temperature=0, max_tokens=4 + i, ignore_eos=True) for i in range(len(prompts))]
+    results = []
+    for eager in (True, False):
+        with (
+            make_engine(file, enforce_eager=eager) as llm,
+            mock.patch.object(
+                llm.model_runner.model, "forward", wraps=llm.model_runner.model.forward
+            ) as forward,
+        ):
+            results.append([each["token_ids"] for each in llm.generate(prompts, lengths, use_tqdm=False)])
+            rows = {len(call.args[0]) for call in forward.call_args_list}
+            assert {decode.MAX_ROWS, decode.MAX_ROWS + 1} <= rows
+    same = sum(a == b for a, b in zip(*results, strict=True))
+    assert same >= 7  # rounding may change a token
+
+
+def test_threads_compute_the_same_bits(tmp_path):
+    file, before, found = make_gguf(tmp_path), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with make_engine(file) as llm:
+                assert llm.model_runner.model.forward.__self__.num_threads == threads
+                found.append(decoded_logits(llm, PROMPTS, [1, 2, 3]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "options, overrides, kind",
+    [
+        ({"enforce_eager": True}, {}, "Q4_1"),
+        ({"dtype": "float32"}, {}, "Q4_1"),
+        ({"kv_cache_dtype": "int8"}, {}, "Q4_1"),
+        ({}, {}, "F16"),
+        ({}, {"num_attention_heads": 16, "num_key_value_heads": 8}, "Q4_1"),  # heads of 8
+    ],
+)
+def test_others_keep_the_torch_path(tmp_path, options, overrides, kind):
+    with make_engine(make_gguf(tmp_path, kind=kind, **overrides), **options) as llm:
+        assert not is_compiled(llm)
+
+
+def test_without_numba_nothing_changes(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else find(name))
+    with make_engine(make_gguf(tmp_path)) as llm:
+        assert not is_compiled(llm)
+
+
+def test_smollm2_stays_close_to_float32(smollm2_gguf):  # noqa: F811
+    text = "The history of the city begins with a small settlement on the river, which grew quickly."
+    found = []
+    for options in ({"dtype": "float32"}, {}):
+        with make_engine(smollm2_gguf, **options) as llm:
+            assert is_compiled(llm) != bool(options)
+            tokens = llm.tokenizer.encode(text)
+            found.append(decoded_logits(llm, [tokens[:4]], tokens[4:]))
+    expected, log_probs = found
+    assert (expected.exp() * (expected - log_probs)).sum(-1).mean() < 1e-3
