@@ -23,6 +23,9 @@ from nanovllm.extensions.cpu.vectors import (
     on_threads,
     store,
 )
+from nanovllm.extensions.cpu.vectors import (
+    HAS_DOT as HAS_DOT,
+)
 
 f32, i32 = np.float32, np.int32
 LARGEST = 127 << DIGIT_BITS  # of an input's codes

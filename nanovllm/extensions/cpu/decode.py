@@ -104,10 +104,11 @@ def has_openmp() -> bool:
 
 
 class CompiledStep:
-    """Takes the place of a model's forward, and of its head's logits, in decode steps of up to MAX_ROWS."""
+    """Takes the place of a model's forward, and of its head's logits, in decode steps of few rows."""
 
     def __init__(self, model: nn.Module):
         self.functions = load_functions()
+        self.max_rows = MAX_ROWS if self.functions.HAS_DOT else 1
         self.embed_tokens, self.head = model.model.embed_tokens, model.lm_head
         self.attention = model.model.layers[0].self_attn.attn
         self.widths = [linear.matrix.shape[1] for linear in _matrices(model.model.layers[0])]
@@ -168,7 +169,7 @@ class CompiledStep:
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """As the model's."""
         step = get_context()
-        if step.is_prefill or not 0 < len(input_ids) <= MAX_ROWS:
+        if step.is_prefill or not 0 < len(input_ids) <= self.max_rows:
             return self.run_model(input_ids, positions)
         if self.step is None:
             self.step = self._make_step(step.block_tables.shape[1])
@@ -180,7 +181,7 @@ class CompiledStep:
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """As the head's."""
-        if self.step is None or get_context().is_prefill or not 0 < len(hidden_states) <= MAX_ROWS:
+        if self.step is None or get_context().is_prefill or not 0 < len(hidden_states) <= self.max_rows:
             return self.run_head(hidden_states)
         logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
         head = np.array([self.packed_head.data_ptr(), 8])

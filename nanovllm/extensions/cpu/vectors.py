@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -17,7 +17,9 @@ from nanovllm.extensions.cpu.packing import GROUP, LANES
 DIGIT_BITS = 7  # of the low digit of an input
 BYTE, WORD, FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(FLOAT, LANES)
-HAS_DOT = binding.get_host_cpu_features().get("avx512vnni", False)
+# Users may tell Numba to compile for another CPU than this one.
+IS_HOST = not (config.CPU_NAME or config.CPU_FEATURES)
+HAS_DOT = IS_HOST and binding.get_host_cpu_features().get("avx512vnni", False)
 
 
 class Floats(types.Type):

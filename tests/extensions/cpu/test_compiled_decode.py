@@ -1,6 +1,9 @@
 """The compiled decode step against the torch path and float32, and who does not get one."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -84,6 +87,14 @@ def test_a_packed_matrix_multiplies(bits):
     found[:] = 0
     compiled.compute_logits((step, matrix, np.zeros_like(x), found), 1)
     assert np.array_equal(found, np.broadcast_to(bias, found.shape))
+
+
+def test_a_cpu_without_the_instruction_multiplies_too():
+    code = "from nanovllm.extensions.cpu import decode, vectors; decode.load_functions(); "
+    code += "import sys, pytest; assert not vectors.HAS_DOT; "
+    code += f"sys.exit(pytest.main(['-qk', 'a_packed_matrix', '-p', 'no:cacheprovider', {__file__!r}]))"
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200)
 
 
 def test_a_head_is_quantised_to_8_bits():
