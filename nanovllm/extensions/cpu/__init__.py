@@ -7,8 +7,8 @@ one function that Numba compiles (`pip install nano-vllm[cpu]`; no compiler is n
 - *The instruction.* CPUs with AVX-512 VNNI multiply four unsigned bytes by four signed ones and add up, in
   each of 16 lanes. Unsigned are the weights' codes, of four neighbouring inputs of one output; signed the
   activations. `packing` brings the weights into the order in which this reads them, and `vectors` gives Numba
-  the instruction. With AVX-512 alone plain vectors compute the same, 1.4 times as fast as torch for a row
-  and slower for more, which keep the torch path.
+  the instruction. Without it plain vectors compute the same; compiled for AVX2 they were 1.4 times as
+  fast as torch's AVX-512 for a row and slower for 8, so more rows than one keep the torch path.
 - *The sums.* With a scale s and a zero z for 32 weights, and a scale t for 32 activations, a group adds
   t * (s * (sum of w * x - middle * sum of x) + z * sum of x). Activations have two digits of a byte, so that
   they lose less than in bfloat16: KL 0.0006 to float32, and 0.0010 on the torch path. One digit gave 0.0039
