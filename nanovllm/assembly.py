@@ -75,7 +75,7 @@ def extend(llm: type[LLMEngine]) -> type[LLMEngine]:
     return made
 
 
-def open_model(model: str, options: dict) -> tuple[Config, Checkpoint]:
+def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]:
     """
     What the arguments of an engine say, among which some of vLLM's may be, completed by the checkpoint that
     they name; and that, opened. Raises TypeError and ValueError naming an option.
@@ -142,7 +142,7 @@ def assemble(config: Config) -> Parts:
     return parts
 
 
-def get_model_class(config: ModelConfig) -> type:
+def get_model_class(config: ModelConfig) -> type[nn.Module]:
     """The class of the architecture that the checkpoint names, or that for all others."""
     if config.architectures:
         return MODELS[config.architectures[0]]
