@@ -160,7 +160,7 @@ def metadata_of_config(raw: dict[str, Any], config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", raw.get("layer_norm_epsilon")),
         "attention.layer_norm_epsilon": raw.get("layer_norm_eps", raw.get("norm_epsilon")),
         "rope.freq_base": float(rope.get("rope_theta", raw.get("rope_theta"))),
         "rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 1)),
