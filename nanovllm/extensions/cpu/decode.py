@@ -33,7 +33,7 @@ class CompiledDecode(Observer):
     """Gives a model its compiled step when it is loaded, unless options say enforce_eager or exact."""
 
     def __init__(self, config: Config):
-        is_plain = not config.enforce_eager and not config.exact
+        is_plain = config.device == "cpu" and not config.enforce_eager and not config.exact
         self.is_wanted = is_plain and importlib.util.find_spec("numba") is not None
 
     def before_warmup(self, model: nn.Module) -> None:
