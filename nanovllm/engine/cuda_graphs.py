@@ -80,7 +80,7 @@ class CudaGraphs:
             with capture_lock, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 result = step()
         except torch.AcceleratorError as error:
-            # Torch's generator still believes to be recorded: nobody could draw from it.
+            # A failed capture leaves torch's generator in the state of a capture, in which it cannot draw.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise RuntimeError(

@@ -50,9 +50,7 @@ class Step(NamedTuple):
     added: np.ndarray  # [rows, hidden]
     gates: np.ndarray  # [rows, 2 * width]
     normed: np.ndarray  # [threads, hidden]
-    codes: (
-        np.ndarray
-    )  # int8 [threads, rows, 2 * most inputs]: of each group the high digits, then the low ones
+    codes: np.ndarray  # int8 [threads, rows, 2 * most inputs], of each group the high digits first
     scales: np.ndarray  # [threads, rows, groups]
     sums: np.ndarray  # int32, of a group's codes
     scores: np.ndarray  # [threads, most tokens]
@@ -121,12 +119,8 @@ def multiply(step, thread, matrix, width, begin, end, y):
     for tile in range(begin, end):
         start = address + tile * (4 * LANES + groups * block_bytes)
         for row in range(len(y)):
-            x, scales, sums = (
-                step.codes[thread, row].ctypes.data,
-                step.scales[thread, row],
-                step.sums[thread, row],
-            )
-            total, block = load(start), start + 4 * LANES
+            codes, scales, sums = step.codes[thread, row], step.scales[thread, row], step.sums[thread, row]
+            x, total, block = codes.ctypes.data, load(start), start + 4 * LANES
             for group in range(groups):
                 if bits == 4:
                     total = add_nibbles(total, block, x, scales[group], sums[group])
