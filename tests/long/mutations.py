@@ -1223,6 +1223,7 @@ MUTATIONS = [
         ('or first.metadata.get("split.no") != 0', ""),
         ('if headers[-1].metadata.get("split.no") != number - 1:', "if False:"),
         ('if len(tensors) != first.metadata.get("split.tensors.count"):', "if False:"),
+        ("return self._decode(encoded).to(self.device)[:, part]", "return self._decode(encoded)[:, part]"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/adapter",

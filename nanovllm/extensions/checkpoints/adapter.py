@@ -171,7 +171,7 @@ class Adapted:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = self.stored[index].float()
-        return part if self.update is None else part + self.update[index]
+        return part if self.update is None else part + self.update[index].to(part.device)
 
 
 def check_adaptable(checkpoint: Checkpoint, lora: str | os.PathLike) -> None:

@@ -59,8 +59,8 @@ class GGUFTensor:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         encoded, part = self._touched(rows, columns)
         if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
-            return torch.empty(0, part.stop - part.start)
-        return self._decode(encoded)[:, part]
+            return torch.empty(0, part.stop - part.start, device=self.device)
+        return self._decode(encoded).to(self.device)[:, part]
 
     def matrices(self) -> Iterator["GGUFTensor"]:
         """Those that lie one behind the other in a tensor of three dimensions."""

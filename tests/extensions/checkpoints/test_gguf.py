@@ -5,6 +5,7 @@ import pickle
 import struct
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -35,7 +36,7 @@ from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised import gguf as quantised_gguf
 from nanovllm.extensions.quantised.gguf import PackedCodes
-from nanovllm.extensions.quantised.gguf_blocks import decode_values
+from nanovllm.extensions.quantised.gguf_blocks import PIECES, decode_values
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
@@ -343,6 +344,17 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
             expected = tensors[f"model.layers.1.mlp.experts.{expert}.{matrix}_proj.weight"]
             expected = expected + (expert == number and part == 1)
             assert (found[expert, part] - expected).abs().max() < 2e-2, (expert, matrix)
+
+
+@pytest.mark.parametrize("stored", ["F32", "BF16", "Q8_0", "Q5_0"])
+def test_matrices_are_decoded_where_the_weights_are_with_an_adapter_too(tmp_path, stored, monkeypatch):
+    monkeypatch.setitem(PIECES, "meta", PIECES["cpu"])
+    make_checkpoint(tmp_path, tokenizer=False, **FEW_TOKENS)
+    for tensor in placed(open_checkpoint(write_gguf(tmp_path, stored))):
+        if len(tensor.shape) == 2:
+            there = replace(tensor, device=torch.device("meta"))
+            adapted = Adapted(tensor.name, tensor.file, tensor.shape, there, torch.ones(tensor.shape))
+            assert there[:].is_meta and adapted[:, :64].is_meta and there[:0].is_meta
 
 
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):
