@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.quantised.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
+from nanovllm.extensions.quantised.kernels.grouped_codes import can_use_linear_codes, linear_codes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     HALF,
@@ -37,8 +37,8 @@ IGNORED = StoredTensor(lambda loaded, shard: None, True)
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias: for some rows from the codes, for more from a weight that is converted first."""
-    if can_use_quantised_linear(x, weight):
-        return quantised_linear(x, weight, bias)
+    if can_use_linear_codes(x, weight):
+        return linear_codes(x, weight, bias)
     return F.linear(x, dequantise(weight, x.dtype), bias)
 
 

@@ -1,16 +1,19 @@
-"""The grouped GEMM of experts whose weights are codes of 8 or 4 bits, which become bfloat16 on their way.
+"""Products of weights in codes of 8 or 4 bits, which become bfloat16 on their way: grouped GEMM, and GEMM.
 
 Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
 bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
 Since the order of the inputs does not matter if it is the same on both sides, K is permuted so that a thread
-has read what it needs (`swizzle`), and the columns of x are put in this order beforehand (`permute_k`), or
-every program would gather them two at a time.
+has read what it needs (`swizzle`). Each program gathers the columns of a few rows of x in this order, two at
+a time; for more rows a kernel before it does so once for all (`permute_k`). A layer without experts is
+multiplied as one expert; where it has too few tiles to fill the GPU, several programs share the inputs of a
+tile, and the last one to arrive adds up their sums.
 """
 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.grouped_gemm import (
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     BYTES,
     GroupedProduct,
     Tile,
@@ -31,17 +34,30 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     power_of_two_bf16,
 )
 from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
     cdiv,
     masked_load,
     next_power_of_2,
+    num_multiprocessors,
     overlap_options,
     pdl_wait,
     tl,
     triton,
+    use_triton,
 )
 
 STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+# Of experts, by the most assignments that one has on average, and of layers, by the most rows.
 CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
+MAX_ROWS = 256  # for more, converting the weight first is faster
+LINEAR_TILES = {
+    16: Tile(16, 4, BLOCK_N=64),
+    32: Tile(32, 4, BLOCK_N=64),
+    64: Tile(64, 4, BLOCK_N=64),
+    MAX_ROWS: Tile(128, 3, BLOCK_N=64),
+}
+MAX_GATHERED = 32  # rows of a tile
+PROGRAMS, MIN_STEPS = 3, 4  # for each multiprocessor, and of a program, where several share a tile's inputs
 
 
 def permuted_width(features: int) -> int:
@@ -69,11 +85,32 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
 
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """With top_k x is permuted for the product, without it x must be already."""
-    x = permute_k(x, weight.codes_per_byte) if product.top_k else x
+    """In the second product of experts, which has no top_k, x is permuted already."""
+    is_permuted = product.sorted is not None and not product.top_k
+    if not is_permuted and product.tile.BLOCK_M > MAX_GATHERED:
+        x, is_permuted = permute_k(x, weight.codes_per_byte), True
     inputs = x, weight.tensors(torch.uint8), x.stride(0)
-    changes = fewer_stages(x.device)
-    product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
+    constants = weight.constants | {"IS_PERMUTED": is_permuted}
+    product.launch(_grouped_codes_kernel, weight, inputs, constants, **fewer_stages(x.device))
+
+
+def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether `linear_codes` works for these rows [rows, features], and is the fastest way."""
+    is_possible = use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
+    # Earlier GPUs do not compute in bfloat16.
+    return is_possible and gpu_supports(x.device, 8, 0) and 0 < len(x) <= MAX_ROWS
+
+
+def linear_codes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias: [rows, out] for x [rows, in]. Weights become bfloat16, sums are float32."""
+    rows, (out_features, in_features) = len(x), weight.shape
+    tile = next(tile for most, tile in LINEAR_TILES.items() if rows <= most)
+    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    steps, tiles = cdiv(in_features, STEP), cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
+    splits = max(1, min(num_multiprocessors(x.device) * PROGRAMS // tiles, steps // MIN_STEPS))
+    tile = tile._replace(SPLITS=next(count for count in range(splits, 0, -1) if steps % count == 0))
+    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile))
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -87,6 +124,7 @@ def _grouped_codes_kernel(
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ZERO_POINT: tl.constexpr,
+    IS_PERMUTED: tl.constexpr,
     SIZES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -105,6 +143,8 @@ def _grouped_codes_kernel(
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
     ROW_BYTES: tl.constexpr = SIZES.IN_FEATURES // PER_BYTE
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
+    STEPS: tl.constexpr = (SIZES.IN_FEATURES + STEP * SIZES.SPLITS - 1) // (STEP * SIZES.SPLITS)
+    begin = tl.program_id(1) * (STEPS * STEP)
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1  # of a row
     # One scale for all inputs of a step is applied to its sums.
     SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and shifts is None and PER_BYTE == 1
@@ -119,6 +159,10 @@ def _grouped_codes_kernel(
     piece = (chunk * 4 + tl.arange(0, 4)[None, None, None, :]) * PIECE
     grid_row = read // TILE_ROWS * GROUPS
     k = tl.arange(0, CHUNKS * BYTES)
+    HIGH: tl.constexpr = BYTES if IS_PERMUTED else 16  # how far behind an input stands that of a high half
+    if not IS_PERMUTED:
+        k = k // BYTES * (4 * PIECE) + k % 8 // 2 * PIECE + k % BYTES // 8 * 2 + k % 2
+        k = tl.max_contiguous(tl.multiple_of(k, 2), 2)
     its_x = x + (assignment // SIZES.TOP_K)[None, :] * x_stride + k[:, None]
     # What a code stands above its number; integers of 4 bits come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
@@ -128,22 +172,26 @@ def _grouped_codes_kernel(
     # Scales of codes are asked for a step ahead.
     if SCALES_SUMS:
         sums_scales = row // TILE_ROWS * GROUPS
-        next_scale = masked_load(scales + sums_scales, is_row)
+        next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        has_scale = is_read & (piece < SIZES.IN_FEATURES)
-        next_scale = masked_load(scales + grid_row + piece // GROUP, has_scale)
+        has_scale, grid = is_read & (begin + piece < SIZES.IN_FEATURES), grid_row + (begin + piece) // GROUP
+        next_scale = masked_load(scales + grid, has_scale)
         if shifts is not None:
-            next_shift = masked_load(shifts + grid_row + piece // GROUP, has_scale)
+            next_shift = masked_load(shifts + grid, has_scale)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
-    for start in tl.range(0, SIZES.IN_FEATURES, STEP, num_stages=SIZES.STAGES):
-        is_there = is_read
+    # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
+    for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
+        start = begin + step * STEP
+        is_there, is_x = is_read, is_real[None, :]
         if SIZES.IN_FEATURES % STEP:
             is_there = is_read & (start // PER_BYTE + byte < ROW_BYTES)
+            if not IS_PERMUTED:
+                is_x &= (start + k < SIZES.IN_FEATURES)[:, None]
         found = masked_load(its_codes + start // PER_BYTE, is_there)
-        low_x = masked_load(its_x + start, is_real[None, :])
+        low_x = masked_load(its_x + start, is_x)
         if PER_BYTE == 2:
-            high_x = masked_load(its_x + start + BYTES, is_real[None, :])
+            high_x = masked_load(its_x + start + HIGH, is_x)
             if KIND == INT4:
                 low, high = halves_to_bf16(found)
             elif KIND == NF4:
@@ -152,7 +200,7 @@ def _grouped_codes_kernel(
                 low, high = e2m1_to_bf16(found)
         else:
             low = codes_to_bf16(found, KIND)
-        scale, zero, offset = row_zero, row_zero, None
+        scale, zero, offset = row_zero, row_zero, tl.full([1, 1, 1, 1], -0.0, low.dtype)
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
             scale = _expand(scale)
@@ -179,6 +227,18 @@ def _grouped_codes_kernel(
             acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = in_order(acc)
+    if SIZES.SPLITS > 1:
+        its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
+        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
+        tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
+        tl.debug_barrier()
+        counter = operands.counters + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < SIZES.SPLITS - 1:
+            return
+        tl.store(counter, 0)
+        acc = tl.zeros(acc.shape, tl.float32)
+        for split in range(SIZES.SPLITS):
+            acc += masked_load(its_sums + split * size, is_sum)
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
@@ -244,12 +304,21 @@ def _expand(grid):
 @triton.jit
 def _to_number(codes, scale, zero, offset, HAS_ZERO, IS_SCALED):
     if HAS_ZERO:
-        codes -= zero.to(codes.dtype)
-    if offset is not None:
-        return (codes * scale + offset).to(codes.dtype)
+        codes = _multiply_add(zero.to(codes.dtype), tl.full([1, 1, 1, 1], -1.0, codes.dtype), codes)
     if IS_SCALED:
-        codes = (codes * scale).to(codes.dtype)
+        codes = _multiply_add(codes, scale, offset)
     return codes
+
+
+@triton.jit
+def _multiply_add(x, factor, added):
+    """x * factor + added in bfloat16, two an instruction, which the compiler alone does not promise."""
+    if IS_INTERPRETED:
+        return x * factor + added
+    else:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        operands = [x, factor, added]
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", operands, tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
