@@ -3,10 +3,10 @@
 Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
 bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
 Since the order of the inputs does not matter if it is the same on both sides, K is permuted so that a thread
-has read what it needs (`swizzle`). Each program gathers the columns of a few rows of x in this order, two at
-a time; for more rows a kernel before it does so once for all (`permute_k`). A layer without experts is
-multiplied as one expert; where it has too few tiles to fill the GPU, several programs share the inputs of a
-tile, and the last one to arrive adds up their sums.
+has read what it needs (`swizzle`), and the columns of x are put in this order beforehand (`permute_k`), or
+every program would gather them two at a time. A layer without experts is multiplied as one expert; where it
+has too few tiles to fill the GPU, several programs share the inputs of a tile, and the last one to arrive
+adds up their sums.
 """
 
 import torch
@@ -37,7 +37,6 @@ from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
     masked_load,
-    next_power_of_2,
     num_multiprocessors,
     overlap_options,
     pdl_wait,
@@ -47,6 +46,7 @@ from nanovllm.kernels.runtime import (
 )
 
 STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+PERMUTED = 1024  # columns that a program permutes
 # Of experts, by the most assignments that one has on average, and of layers, by the most rows.
 CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
 MAX_ROWS = 256  # for more, converting the weight first is faster
@@ -56,7 +56,6 @@ LINEAR_TILES = {
     64: Tile(64, 4, BLOCK_N=64),
     MAX_ROWS: Tile(128, 3, BLOCK_N=64),
 }
-MAX_GATHERED = 32  # rows of a tile
 PROGRAMS, MIN_STEPS = 3, 4  # for each multiprocessor, and of a program, where several share a tile's inputs
 
 
@@ -70,13 +69,13 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
     rows, in_features = x.shape
     width = permuted_width(in_features)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    _permute_kernel[(rows,)](
+    _permute_kernel[(rows, cdiv(width, PERMUTED))](
         x,
         out,
         x.stride(0),
         IN_FEATURES=in_features,
         WIDTH=width,
-        WIDTH_PAD=next_power_of_2(width),
+        SIZE=PERMUTED,
         CODES_PER_BYTE=per_byte,
         num_warps=4,
         **overlap_options(x.device),
@@ -86,12 +85,11 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """In the second product of experts, which has no top_k, x is permuted already."""
-    is_permuted = product.sorted is not None and not product.top_k
-    if not is_permuted and product.tile.BLOCK_M > MAX_GATHERED:
-        x, is_permuted = permute_k(x, weight.codes_per_byte), True
+    if product.top_k or product.sorted is None:
+        x = permute_k(x, weight.codes_per_byte)
     inputs = x, weight.tensors(torch.uint8), x.stride(0)
-    constants = weight.constants | {"IS_PERMUTED": is_permuted}
-    product.launch(_grouped_codes_kernel, weight, inputs, constants, **fewer_stages(x.device))
+    changes = fewer_stages(x.device)
+    product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
 
 
 def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -124,7 +122,6 @@ def _grouped_codes_kernel(
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ZERO_POINT: tl.constexpr,
-    IS_PERMUTED: tl.constexpr,
     SIZES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -159,39 +156,31 @@ def _grouped_codes_kernel(
     piece = (chunk * 4 + tl.arange(0, 4)[None, None, None, :]) * PIECE
     grid_row = read // TILE_ROWS * GROUPS
     k = tl.arange(0, CHUNKS * BYTES)
-    HIGH: tl.constexpr = BYTES if IS_PERMUTED else 16  # how far behind an input stands that of a high half
-    if not IS_PERMUTED:
-        k = k // BYTES * (4 * PIECE) + k % 8 // 2 * PIECE + k % BYTES // 8 * 2 + k % 2
-        k = tl.max_contiguous(tl.multiple_of(k, 2), 2)
+    k = tl.max_contiguous(tl.multiple_of(k // BYTES * (BYTES * PER_BYTE) + k % BYTES, BYTES), BYTES)
     its_x = x + (assignment // SIZES.TOP_K)[None, :] * x_stride + k[:, None]
     # What a code stands above its number; integers of 4 bits come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
     row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
     if zeros is not None and GROUP == 0:
         row_zero = masked_load(zeros + grid_row, is_read).to(tl.float32) + above
-    # Scales of codes are asked for a step ahead.
+    # Scales are asked for a step ahead; farther ahead Triton would not pipeline the loop.
     if SCALES_SUMS:
         sums_scales = row // TILE_ROWS * GROUPS
         next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        has_scale, grid = is_read & (begin + piece < SIZES.IN_FEATURES), grid_row + (begin + piece) // GROUP
-        next_scale = masked_load(scales + grid, has_scale)
-        if shifts is not None:
-            next_shift = masked_load(shifts + grid, has_scale)
+        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
     for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
         start = begin + step * STEP
-        is_there, is_x = is_read, is_real[None, :]
+        is_there = is_read
         if SIZES.IN_FEATURES % STEP:
             is_there = is_read & (start // PER_BYTE + byte < ROW_BYTES)
-            if not IS_PERMUTED:
-                is_x &= (start + k < SIZES.IN_FEATURES)[:, None]
         found = masked_load(its_codes + start // PER_BYTE, is_there)
-        low_x = masked_load(its_x + start, is_x)
+        low_x = masked_load(its_x + start, is_real[None, :])
         if PER_BYTE == 2:
-            high_x = masked_load(its_x + start + HIGH, is_x)
+            high_x = masked_load(its_x + start + BYTES, is_real[None, :])
             if KIND == INT4:
                 low, high = halves_to_bf16(found)
             elif KIND == NF4:
@@ -208,11 +197,8 @@ def _grouped_codes_kernel(
                 zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
-            has_scale = is_read & (start + STEP + piece < SIZES.IN_FEATURES)
-            grid = grid_row + (start + STEP + piece) // GROUP
-            next_scale = masked_load(scales + grid, has_scale)
-            if shifts is not None:
-                next_shift = masked_load(shifts + grid, has_scale)
+            column = start + STEP + piece
+            next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -251,13 +237,13 @@ def _permute_kernel(
     x_stride,
     IN_FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
     CODES_PER_BYTE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH_PAD)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     value = masked_load(x + row * x_stride + column, column < IN_FEATURES)
     tl.store(out + row * WIDTH + permuted(column, CODES_PER_BYTE), value, mask=column < WIDTH)
 
@@ -290,6 +276,17 @@ def _rows_at(expert, block, half, place, SIZES):
         row = (block * 2 + half) * HALF + place
         is_row = row < SIZES.OUT_FEATURES
     return expert.to(tl.int64) * (SIZES.PARTS * SIZES.OUT_FEATURES) + row, is_row
+
+
+@triton.jit
+def _load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
+    """The scales of these inputs, and their zeros or offsets if there are any."""
+    place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
+    scale = masked_load(scales + place, is_there)
+    shift = scale
+    if shifts is not None:
+        shift = masked_load(shifts + place, is_there)
+    return scale, shift
 
 
 @triton.jit
