@@ -83,10 +83,15 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
     return out
 
 
+def permuted_columns(width: int, per_byte: int, device: torch.device) -> Tensor:
+    """Where `permute_k` puts each of so many columns, int64."""
+    columns = torch.arange(cdiv(width, STEP) * STEP, device=device).view(1, -1)
+    return permute_k(columns, per_byte)[0].argsort()[:width]
+
+
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """In the second product of experts, which has no top_k, x is permuted already."""
-    if product.top_k or product.sorted is None:
-        x = permute_k(x, weight.codes_per_byte)
+    """In the first product of experts, which has top_k, x is permuted here; in others it must be already."""
+    x = permute_k(x, weight.codes_per_byte) if product.top_k and product.sorted else x
     inputs = x, weight.tensors(torch.uint8), x.stride(0)
     changes = fewer_stages(x.device)
     product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
@@ -99,15 +104,24 @@ def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
     return is_possible and gpu_supports(x.device, 8, 0) and 0 < len(x) <= MAX_ROWS
 
 
-def linear_codes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias: [rows, out] for x [rows, in]. Weights become bfloat16, sums are float32."""
+def linear_codes(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """
+    x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights become bfloat16, sums
+    are float32. If gated, the first half of the outputs are gates, the second half is what they multiply, and
+    the result [rows, permuted_width(out / 2)] is permuted as another weight of this kind wants it.
+    """
     rows, (out_features, in_features) = len(x), weight.shape
     tile = next(tile for most, tile in LINEAR_TILES.items() if rows <= most)
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    width, gates = out_features, {}
+    if gated:
+        width, gates = permuted_width(out_features // 2), dict(top_k=1, next_per_byte=weight.codes_per_byte)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     steps, tiles = cdiv(in_features, STEP), cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
     splits = max(1, min(num_multiprocessors(x.device) * PROGRAMS // tiles, steps // MIN_STEPS))
     tile = tile._replace(SPLITS=next(count for count in range(splits, 0, -1) if steps % count == 0))
-    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile))
+    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile, **gates))
     return out
 
 
@@ -214,8 +228,9 @@ def _grouped_codes_kernel(
     if not SCALES_SUMS:
         acc = in_order(acc)
     if SIZES.SPLITS > 1:
-        its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
-        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
+        ROWS: tl.constexpr = SIZES.PARTS * SIZES.OUT_FEATURES
+        its_sums = operands.partial + assignment[None, :] * ROWS + row[:, None]
+        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * ROWS
         tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
         tl.debug_barrier()
         counter = operands.counters + tl.program_id(0)
