@@ -22,7 +22,7 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import (
 )
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
     MAX_ROWS,
-    STEP,
+    PADDING,
     can_use_linear_codes,
     linear_codes,
     permute_k,
@@ -135,7 +135,7 @@ class Fp8Product(Product):
 class PermutedGates(NamedTuple):
     """The result of a gated product with its columns permuted for a weight with so many codes in a byte."""
 
-    values: Tensor  # [tokens, width, filled up to a multiple of STEP]
+    values: Tensor  # [tokens, width, filled up to a multiple of PADDING]
     width: int
     per_byte: int
 
@@ -180,7 +180,7 @@ def faster_products(
     row, products = example_row(weight, dtype), []
     if make_gemv is not None and can_use_quantised_matvec(row, weight):
         products.append(make_gemv(functools.partial(quantised_matvec, weight=weight)))
-    if can_use_linear_codes(row, weight) and weight.shape[1] % STEP == 0:
+    if can_use_linear_codes(row, weight) and weight.shape[1] % PADDING == 0:
         products.append(CodesProduct(weight))
     return products
 

@@ -45,23 +45,25 @@ from nanovllm.kernels.runtime import (
     use_triton,
 )
 
-STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+PADDING = 256  # permuted inputs are filled up to a multiple of this, the largest BLOCK_K
 PERMUTED = 1024  # columns that a program permutes
-# Of experts, by the most assignments that one has on average, and of layers, by the most rows.
+# Of experts, by the most assignments that one has on average.
 CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
-MAX_ROWS = 256  # for more, converting the weight first is faster
+MAX_ROWS = 256  # of layers; for more, converting the weight first is faster
+# By the most rows; and how many programs a multiprocessor gets, if inputs have to be shared. With few rows
+# the steps are long, to hide how long memory takes.
 LINEAR_TILES = {
-    16: Tile(16, 4, BLOCK_N=64),
-    32: Tile(32, 4, BLOCK_N=64),
-    64: Tile(64, 4, BLOCK_N=64),
-    MAX_ROWS: Tile(128, 3, BLOCK_N=64),
+    16: (Tile(16, 3, BLOCK_N=64, BLOCK_K=256), 4),
+    32: (Tile(32, 3, BLOCK_N=64, BLOCK_K=256), 4),
+    64: (Tile(64, 4, BLOCK_N=64), 2),
+    MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
 }
-PROGRAMS, MIN_STEPS = 3, 4  # for each multiprocessor, and of a program, where several share a tile's inputs
+MIN_INPUTS = 512  # of a program, where several share them
 
 
 def permuted_width(features: int) -> int:
     """How many columns inputs have when they are permuted."""
-    return cdiv(features, STEP) * STEP
+    return cdiv(features, PADDING) * PADDING
 
 
 def permute_k(x: Tensor, per_byte: int) -> Tensor:
@@ -85,7 +87,7 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
 
 def permuted_columns(width: int, per_byte: int, device: torch.device) -> Tensor:
     """Where `permute_k` puts each of so many columns, int64."""
-    columns = torch.arange(cdiv(width, STEP) * STEP, device=device).view(1, -1)
+    columns = torch.arange(permuted_width(width), device=device).view(1, -1)
     return permute_k(columns, per_byte)[0].argsort()[:width]
 
 
@@ -113,14 +115,16 @@ def linear_codes(
     the result [rows, permuted_width(out / 2)] is permuted as another weight of this kind wants it.
     """
     rows, (out_features, in_features) = len(x), weight.shape
-    tile = next(tile for most, tile in LINEAR_TILES.items() if rows <= most)
+    tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
+    tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
     width, gates = out_features, {}
     if gated:
         width, gates = permuted_width(out_features // 2), dict(top_k=1, next_per_byte=weight.codes_per_byte)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    steps, tiles = cdiv(in_features, STEP), cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
-    splits = max(1, min(num_multiprocessors(x.device) * PROGRAMS // tiles, steps // MIN_STEPS))
-    tile = tile._replace(SPLITS=next(count for count in range(splits, 0, -1) if steps % count == 0))
+    tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
+    steps = cdiv(in_features, tile.BLOCK_K)
+    most = min(num_multiprocessors(x.device) * programs // tiles, in_features // MIN_INPUTS)
+    tile = tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
     multiply_codes(x, weight, GroupedProduct(bias, None, out, tile, **gates))
     return out
 
@@ -150,7 +154,7 @@ def _grouped_codes_kernel(
     codes, scales, zeros, offsets = weight
     shifts = offsets if zeros is None else zeros  # a weight never has both
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
-    STEP: tl.constexpr = SIZES.BLOCK_K
+    STEP: tl.constexpr = SIZES.BLOCK_K  # inputs that are multiplied at once
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
     ROW_BYTES: tl.constexpr = SIZES.IN_FEATURES // PER_BYTE
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
