@@ -260,6 +260,7 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     expected = F.silu(gate) * value
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert isinstance(gates, PermutedGates) and error(gates.activated(), expected) < tolerance
+    assert error(stream.normalised(), normed.double()) < tolerance  # for others, in its own order
     assert error(after.residual(), total + expected @ matrix_of(down).T) < tolerance
     other = make_weight("int8, groups of 16" if "int8" not in name else "nf4", (hidden, width), device)
     y = CodesProduct(other).linear(gates, None)
