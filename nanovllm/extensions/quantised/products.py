@@ -3,8 +3,8 @@
 A product in 8 bits wants its input quantised, which is part of what computes it: of the norm
 (`quantised_rows`) or of the activation (`Gates`). torch's library is faster without scales, so they are left
 to that kernel, too: an addition to the residual waits for the norm that follows (`PendingAdd`). A product of
-codes wants the columns of its input in another order, which also is the norm's part (`permuted_rows`), or that
-of the product in front of the activation (`PermutedGates`).
+codes wants the columns of its input in another order, which is also the norm's part (`permuted_rows`), or
+that of the product in front of the activation (`PermutedGates`).
 """
 
 import functools
