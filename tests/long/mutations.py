@@ -780,12 +780,16 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_gemm",
         ("line % SIZES.PARTS * SIZES.OUT_FEATURES + place", "place"),
-        ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
         ("member < masked_load(operands.table", "member <= masked_load(operands.table"),
         (
             "expert, assignment = tl.full([], 0, tl.int32), tile * SIZES.BLOCK_M + member",
             "expert, assignment = tl.full([], 0, tl.int32), member",
         ),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/quantised/kernels/permute_k",
+        ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
+        ("tl.program_id(1) * SIZE + tl.arange(0, SIZE)", "tl.arange(0, SIZE)"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_codes",
