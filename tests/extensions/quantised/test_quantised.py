@@ -19,7 +19,7 @@ from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_codes, nf4
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
-from nanovllm.extensions.quantised.kernels.permute_k import permute_k
+from nanovllm.extensions.quantised.kernels.permute_k import permute_k, permuted_columns
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     dequantise,
@@ -236,6 +236,16 @@ def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monke
 
 
 @on_devices
+@pytest.mark.parametrize("per_byte", [1, 2])
+def test_permuted_inputs_are_all_there_and_then_zeros(device, dtype, per_byte):
+    x = 1 + torch.randperm(2 * 1100, device=device).view(2, 1100)  # more than a program permutes
+    permuted = permute_k(x, per_byte)
+    assert permuted.shape == (2, 1280)
+    assert torch.equal(permuted[:, permuted_columns(1100, per_byte, x.device)], x)
+    assert torch.equal(permuted.sum(1), x.sum(1))
+
+
+@on_devices
 @pytest.mark.parametrize("name", ["int8, groups of 16", "int4, groups of 32 with offsets", "nf4"])
 @pytest.mark.parametrize("rows", [1, 20, 200])
 def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, name, rows, monkeypatch):
@@ -243,9 +253,11 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     if device == "cpu":
         if rows != 20:
             pytest.skip("takes long in the interpreter")
-        monkeypatch.setattr(grouped_codes, "LINEAR_TILES", {256: (Tile(16, 2, BLOCK_N=16, WARPS=1), 8)})
+        monkeypatch.setattr(
+            grouped_codes, "LINEAR_TILES", {256: (Tile(16, 2, BLOCK_N=16, BLOCK_K=256, WARPS=1), 99)}
+        )
         monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
-    hidden, width = 256, 192
+    hidden, width = 512, 192
     up, down = make_weight(name, (2 * width, hidden), device), make_weight(name, (hidden, width), device)
     norm = RMSNorm(hidden).to(device, dtype)
     norm.weight.data.uniform_(0.5, 1.5)
