@@ -49,7 +49,7 @@ ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscal
 # Each has a default, or is checked, where all configurations are read.
 SIZES = (
     "num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size "
-    "num_hidden_layers"
+    "num_hidden_layers dtype"
 ).split()
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
