@@ -127,11 +127,9 @@ def deepseek(fields: Fields, number: Number, stored: Fields) -> Fields:
     rotated, scaling = fields["qk_rope_head_dim"], fields["rope_scaling"]
     if scale := 10 * number("rope.scaling.yarn_log_multiplier", 0.0, float):
         scaling = (scaling or {}) | {"mscale": scale, "mscale_all_dim": scale}
-    # Older files have the lengths of heads, newer ones those of what is cached in place of them.
-    key_length, value_length = (
-        number(f"attention.{kind}_length_mla", number(f"attention.{kind}_length"))
-        for kind in ("key", "value")
-    )
+    # In newer files these are the lengths of what is cached, and those of heads have keys of their own.
+    key_length = number("attention.key_length_mla", fields["head_dim"])
+    value_length = number("attention.value_length_mla", number("attention.value_length"))
     return {
         "model_type": "deepseek_v3" if number("expert_gating_func", 1) == 2 else "deepseek_v2",
         "num_key_value_heads": fields["num_attention_heads"],

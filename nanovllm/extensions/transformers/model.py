@@ -117,21 +117,21 @@ def without_memory() -> RemovableHandle:
 def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """
     Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
-    parameters, which are loaded. Returns what stands in the place of each.
+    parameters, which are loaded. Returns what stands in the place of each that had none.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     model.tie_weights()
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
             setattr(module, name, nn.Parameter(module._buffers.pop(name), requires_grad=False))
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in made:
-                is_wide = any(part in f"{prefix}.{name}" for part in model._keep_in_fp32_modules_strict)
-                dtype = torch.float32 if is_wide else param.dtype
-                memory = torch.empty(param.shape, dtype=dtype) if param.is_meta else param.to(dtype)
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta and param not in made:
+                memory = torch.empty(param.shape, dtype=param.dtype)
                 made[param] = nn.Parameter(memory, requires_grad=False)
-                vars(made[param]).update(vars(param))  # how a part of it is loaded
-            setattr(module, name, made[param])
+            setattr(module, name, made.get(param, param))
+    for name, param in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            param.data = param.float()
     return made
 
 

@@ -37,7 +37,6 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
         cuts = LINEAR.get(way, {}) if isinstance(module, nn.Linear) else {}
         if cuts:
             module.cut = way
-            module.nano_vllm_group = group
         elif way not in (None, *WHOLE) or getattr(module, "activation_sparsity", 0):  # depends on all gates
             raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
         for name, param in [*module.named_parameters(recurse=False)]:
