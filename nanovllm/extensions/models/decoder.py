@@ -31,13 +31,13 @@ class Decoder(Qwen3ForCausalLM):
         local, local_rope = config.local_rope_parameters, None
         if local != config.rope_parameters:
             local_rope = get_rope(config.head_dim, config.max_model_len, local)
+        scale = config.query_pre_attn_scalar**-0.5
         experts, hidden_size = config.experts, config.hidden_size
         for i, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            variant = attention.attn.variant
-            variant.scale = config.query_pre_attn_scalar**-0.5
+            attention.attn.variant.scale = scale
             if config.windows[i]:
-                attention.attn.variant = AttentionRule(variant.scale, config.window(i))
+                attention.attn.variant = AttentionRule(scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not self.has_qk_norm:
                 attention.q_norm = attention.k_norm = None

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.models.config import DecoderConfig, Fields
-from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import GGUFModel, Number, gemma
+from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
+from nanovllm.extensions.models.gguf import Fields, GGUFModel, Number, gemma
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.runtime import tl, triton, use_triton
 from nanovllm.layers.layernorm import RMSNorm, Stream

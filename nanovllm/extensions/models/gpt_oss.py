@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
-from nanovllm.extensions.models.config import DecoderConfig, Fields
-from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import EXPERTS, GGUFModel, Number
+from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
+from nanovllm.extensions.models.gguf import EXPERTS, Fields, GGUFModel, Number
 from nanovllm.layers.linear import Shard, own_part
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}

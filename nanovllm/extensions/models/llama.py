@@ -2,9 +2,8 @@
 Llama 2, 3 and what is built like them (SmolLM2, TinyLlama, ...): Qwen3 without norms on queries and keys.
 """
 
-from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import GGUFModel, Number
+from nanovllm.extensions.models.gguf import Fields, GGUFModel, Number
 
 
 def read_kind(fields: Fields, number: Number, stored: Fields) -> Fields:

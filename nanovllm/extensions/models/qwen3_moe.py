@@ -2,9 +2,8 @@
 but those that the configuration leaves out.
 """
 
-from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import EXPERTS, GGUFModel, Number
+from nanovllm.extensions.models.gguf import EXPERTS, Fields, GGUFModel, Number
 from nanovllm.extensions.models.qwen3 import WINDOW
 
 

@@ -42,26 +42,25 @@ WHOLE_HEADS = {"partial_rotary_factor": 1.0}
 def check_fixed(given: Fields, fixed: Fields) -> None:
     """Raise ValueError naming a setting that does not have the one value that is supported."""
     for name, value in fixed.items():
-        if given.get(name, value) != value:
+        if given.get(name) not in (None, value):
             raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
 
 
 def read_object(fields: Fields, name: str) -> Fields:
     """Those that a field has, {} if there are none. Raises ValueError."""
-    found = fields.get(name)
-    found = {} if found is None else found
+    found = fields.get(name) or {}
     check(isinstance(found, dict), f"{name} must be an object", found)
     return found
 
 
 def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     """Raise ValueError naming a rotary setting that nobody would honour."""
-    given = {name: value for name, value in given.items() if value is not None}
+    names = {str(name) for name, value in given.items() if value is not None}
     known = {*ROPE_NUMBERS, *OTHER_KEYS, *others}
-    if unknown := sorted(map(str, given.keys() - known)):
+    if unknown := names - known:
         known_ones = ", ".join(sorted(known))
-        raise ValueError(f"rotary setting {shown(unknown[0])} is not known; known ones: {known_ones}")
-    if {"attn_factor", "attention_factor"} <= given.keys():
+        raise ValueError(f"rotary setting {shown(min(unknown))} is not known; known ones: {known_ones}")
+    if {"attn_factor", "attention_factor"} <= names:
         both = "attn_factor, times YaRN's own, and attention_factor, in its place,"
         raise ValueError(f"{both} exclude each other")
     check_fixed(given, FIXED)

@@ -119,7 +119,7 @@ def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
     parameters, which are loaded. Returns what stands in the place of each that had none.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = {}
     model.tie_weights()
     for module in model.modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
@@ -161,12 +161,13 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{type(base).__name__} is not supported{ranks}: {error!r:.300}") from error
-    modules = [module for module in base.modules() if hasattr(module, "nano_vllm_attention")]
-    for module in modules:
-        for name, buffer in [*module.named_buffers(recurse=False)]:
-            if buffer.dtype == torch.bool:  # a mask, which `attend` does not need
-                delattr(module, name)
-    found = [module.nano_vllm_attention for module in modules]
+    found = []
+    for module in base.modules():
+        if hasattr(module, "nano_vllm_attention"):
+            found.append(module.nano_vllm_attention)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                if buffer.dtype == torch.bool:  # a mask, which `attend` does not need
+                    delattr(module, name)
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{type(base).__name__} is not supported: {reason}")

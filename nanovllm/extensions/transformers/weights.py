@@ -57,7 +57,7 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = MASKS, *(model._keys_to_ignore_on_load_unexpected or ())
     state = dict.fromkeys(known, True)
-    waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
+    waiting = defaultdict(list)  # by the new name, tensors and the patterns that theirs match
     for tensor in tensors:
         name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
         if pattern is not None:
