@@ -15,7 +15,6 @@ from nanovllm.extensions.experts.config import ExpertsConfig, read_experts
 from nanovllm.extensions.models.rope import (
     FULL,
     SLIDING,
-    WHOLE_HEADS,
     Fields,
     check_fixed,
     check_rope_keys,
@@ -137,7 +136,7 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     given = {name: value for name, value in given.items() if value is not None or name == "sliding_window"}
     given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
-    check_fixed(given, FIXED | WHOLE_HEADS | {activation: own.get("hidden_act", "silu")})
+    check_fixed(given, FIXED | {activation: own.get("hidden_act", "silu")})
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}

@@ -6,8 +6,7 @@ tables of the gguf package.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.extensions.models.rope import FULL, SLIDING, Fields
 from nanovllm.utils.validation import check
@@ -45,8 +44,7 @@ KEYS = {
 NONE_IF_0 = "sliding_window attn_logit_softcapping final_logit_softcapping q_lora_rank".split()
 
 
-@dataclass(frozen=True)
-class GGUFModel:
+class GGUFModel(NamedTuple):
     """
     How files store a model that transformers calls `model_type`. `fields` names those of KEYS that it has;
     `read(fields, number, stored)` returns others, from those that are known and the file's tensors.

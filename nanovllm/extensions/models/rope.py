@@ -36,7 +36,6 @@ OTHER_KEYS = """
     mrope_section mrope_interleaved finetuned
 """.split()
 FIXED = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
-WHOLE_HEADS = {"partial_rotary_factor": 1.0}
 
 
 def check_fixed(given: Fields, fixed: Fields) -> None:
@@ -88,7 +87,7 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
     check(kind in [*ROPE_TYPES], f"rope_type must be one of {[*ROPE_TYPES]}", kind)  # which may be no text
     check_rope_keys(settings)
-    check_fixed(settings, WHOLE_HEADS)
+    check_fixed(values | settings, {"partial_rotary_factor": 1.0})
     for name in ROPE_NUMBERS:
         if name in settings or name in ROPE_TYPES[kind]:
             number(2 if name == "rope_theta" else 1e-6, 1e15)(settings.get(name), name)

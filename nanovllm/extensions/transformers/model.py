@@ -8,7 +8,7 @@ knows an architecture by name.
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,7 @@ class TransformersForCausalLM(nn.Module):
             for name, child in [*parent.named_children()]:
                 if (faster := replacement(child)) is not None:
                     setattr(parent, name, faster)
-        made = give_memory(model)
-        for attention in self.attention:
-            attention.features["sinks"] = made.get(attention.features["sinks"])
+        give_memory(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         # No child, or its parameters would have other names; and under this name there may be one already.
@@ -67,7 +65,7 @@ class TransformersForCausalLM(nn.Module):
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
 
-    def converted(self, tensors: Iterable[Any], known: Collection[str]) -> Iterator[Any]:
+    def converted(self, tensors: Iterable[Any], known: Mapping[str, Any]) -> Iterator[Any]:
         """A checkpoint's tensors by the `known` names, and in the shapes, that parameters have here."""
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
@@ -114,25 +112,21 @@ def without_memory() -> RemovableHandle:
     return register_module_parameter_registration_hook(on_meta)
 
 
-def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+def give_memory(model: nn.Module) -> None:
     """
-    Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
-    parameters, which are loaded. Returns what stands in the place of each that had none.
+    Give the parameters that have no memory some. They stay the same objects, so what is tied stays tied.
+    Buffers that checkpoints have become parameters, which are loaded.
     """
-    made = {}
     model.tie_weights()
     for module in model.modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
             setattr(module, name, nn.Parameter(module._buffers.pop(name), requires_grad=False))
-        for name, param in module.named_parameters(recurse=False):
-            if param.is_meta and param not in made:
-                memory = torch.empty(param.shape, dtype=param.dtype)
-                made[param] = nn.Parameter(memory, requires_grad=False)
-            setattr(module, name, made.get(param, param))
     for name, param in model.named_parameters():
+        if param.is_meta:
+            memory = torch.empty(param.shape, dtype=param.dtype)
+            torch.utils.swap_tensors(param, nn.Parameter(memory, requires_grad=False))
         if any(part in name for part in model._keep_in_fp32_modules_strict):
             param.data = param.float()
-    return made
 
 
 def fix_rotations(model: nn.Module) -> None:

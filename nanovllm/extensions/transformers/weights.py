@@ -8,7 +8,7 @@ experts are this project's, what is one tensor is taken apart again.
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ class Converted:
         return self.value[index]
 
 
-def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
+def converted(model: Any, known: Mapping[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
     """
-    The tensors for a model of transformers that has parameters of the `known` names. What is converted comes
+    The tensors for a model of transformers that has places for these `known` names. What is converted comes
     last. Raises ValueError naming a tensor that cannot be converted.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -56,10 +56,9 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
             parts |= zip(stored, PARTS[each.target_patterns[0].rpartition(".")[2]], strict=True)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = MASKS, *(model._keys_to_ignore_on_load_unexpected or ())
-    state = dict.fromkeys(known, True)
     waiting = defaultdict(list)  # by the new name, tensors and the patterns that theirs match
     for tensor in tensors:
-        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
+        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, known)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
             continue
