@@ -43,7 +43,7 @@ class TransformersForCausalLM(nn.Module):
         fix_rotations(model)
         change_methods(base)
         self.attention = nn.ModuleList(try_out(base, config.num_hidden_layers))
-        model.set_experts_implementation("grouped_mm")  # of those that stay: faster, but not for meta tensors
+        model.config._experts_implementation = "grouped_mm"  # which is faster, but not for meta tensors
         for parent in [*base.modules()]:
             for name, child in [*parent.named_children()]:
                 if (faster := replacement(child)) is not None:
