@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from nanovllm.extensions.models.rope import FULL, SLIDING, Fields
 from nanovllm.utils.validation import check
 
-Number = Callable[
-    ..., Any
-]  # (key, default, kind) -> what the file has there, or a ValueError that names the key
+# (key, default, kind) -> what the file has there. Raises ValueError naming the key.
+Number = Callable[..., Any]
 # Of a field the key, the default and the kind. Without a default files must have it.
 KEYS = {
     "sliding_window": ("attention.sliding_window", 0),
