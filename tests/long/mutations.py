@@ -1105,7 +1105,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
-        ("param.data = param.float()", "pass"),
         ("if buffer.dtype == torch.bool:", "if False:"),
         ("return [*dict.fromkeys(found)]", "return found"),
         ('"attention_mask": mask', '"attention_mask": tokens'),
