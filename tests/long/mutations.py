@@ -969,7 +969,6 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/qwen3_moe",
         ('"norm_topk_prob": True', '"norm_topk_prob": False'),
-        ('number("expert_used_count")', 'number("expert_used_count") - 1'),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/gguf",
@@ -1008,8 +1007,10 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/gemma3",
-        ('"attention.sliding_window_pattern", 6) if window else 1', '"attention.sliding_window_pattern", 6)'),
-        ('if raw["num_hidden_layers"] == 62:', "if False:"),
+        (
+            '"attention.sliding_window_pattern", 6) if fields["sliding_window"] else 1',
+            '"attention.sliding_window_pattern", 6)',
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/models/decoder",
@@ -1115,7 +1116,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",
-        ('made.get(attention.features["sinks"])', "None"),
         ("if buffer.dtype == torch.bool:", "if False:"),
         ("return [*dict.fromkeys(found)]", "return found"),
         ('"attention_mask": mask', '"attention_mask": tokens'),
@@ -1129,19 +1129,21 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/gguf",
         ("if found.get(field) == 0}", "if False}"),
-        ('raw["num_hidden_layers"] == 46', "False"),
+        ('fields["num_hidden_layers"] in (46, 62)', 'fields["num_hidden_layers"] == 46'),
+        ('fields["num_hidden_layers"] in (46, 62)', 'fields["num_hidden_layers"] == 62'),
+        ('"num_experts_per_tok": ("expert_used_count",)', '"num_experts_per_tok": ("expert_count",)'),
         ('number("rope.scaling.attn_factor", 1.0, float)', "1.0"),
         ("[SLIDING if kind else FULL for kind in kinds]", "[FULL if kind else SLIDING for kind in kinds]"),
-        ('theta | (raw["rope_scaling"] or {}), SLIDING: theta', "theta, SLIDING: theta"),
+        ('theta | (fields["rope_scaling"] or {}), SLIDING: theta', "theta, SLIDING: theta"),
         ('"residual_scale", 1.0', '"embedding_scale", 1.0'),
-        ("dict(mscale=scale, mscale_all_dim=scale)", "dict(mscale=scale)"),
+        ('{"mscale": scale, "mscale_all_dim": scale}', '{"mscale": scale}'),
         ('number("expert_gating_func", 1) == 2', "False"),
-        ('"greedy" if found["n_group"] == 1 else "group_limited_greedy"', '"greedy"'),
+        ('"greedy" if fields["n_group"] == 1 else "group_limited_greedy"', '"greedy"'),
         ('"blk.0.ffn_norm.weight" not in stored', "False"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/llama",
-        ("if window else {}", "if False else {}"),
+        ('if fields["sliding_window"] else {}', "if False else {}"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/ranks",
@@ -1154,7 +1156,7 @@ MUTATIONS = [
             "    for number, matrix in enumerate(value):\n",
             "    for number, matrix in enumerate(value.flip(0)):\n",
         ),
-        ("    if any(map(EXPERT.search, known)):", "    if False:"),
+        ("is_one_by_one = any(map(EXPERT.search, known))", "is_one_by_one = False"),
         ("parts.get(found[2], found[2])", "found[2]"),
         ("sources.sort(key=lambda source: dot_natural_key(source[0].name))", "pass"),
         ("ignored = MASKS, *", "ignored = "),
@@ -1164,7 +1166,7 @@ MUTATIONS = [
         ('if settings.get("rope_type") == "longrope":', "if False:"),
         ("if isinstance(size, list):", "if False:"),
         ("if model_type == kind and raw.get(field):", "if False:"),
-        ('float(fields["__float__"]) if "__float__" in fields else fields', "fields"),
+        ("theirs._decode_special_floats(raw)", "raw"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
         ("        check_rope(settings, known)\n", ""),
         (" and not hasattr(transformers, str(name))", ""),
@@ -1174,7 +1176,7 @@ MUTATIONS = [
         "nanovllm/extensions/models/exaone",
         ("    .attn.attention.out_proj.   .self_attn.o_proj.\n", ""),
         (".mlp.gate_proj.\n", ".mlp.up_proj.\n"),
-        ("    gguf_rotates_neighbours = False\n", ""),
+        ('    gguf = GGUFModel("exaone", "exaone")\n', ""),
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",

@@ -6,7 +6,7 @@ may leave out, which norms and biases there are, how GGUF files call it. `decode
 them, which says what there is to be known of a model; only Gemma 3 and gpt-oss compute anything in another
 way. To add a model, read `qwen2.py`, which is ten lines.
 
-`gguf.py` says the same of models that have no class here, as far as GGUF files hold them.
+`gguf.py` reads the fields that GGUF files hold: of these models, and of others that transformers builds.
 
 `config.py` finds the model that a file names and, with `rope.py`, reads the file's fields in every spelling.
 

@@ -65,9 +65,9 @@ class AttentionRule(AttentionVariant):
     ) -> Tensor:
         if not self.softcap and self.sinks is None:  # nothing but the mask differs
             return super().attend(q, k, v, mask, is_causal)
-        if is_causal:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         scores = self.score(q.float() @ k.mT.float() * self.scale)
+        if is_causal:
+            mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         log_sums = scores.logsumexp(-1, keepdim=True)

@@ -42,7 +42,6 @@ SPELLINGS = {
 }
 # Settings that may have this value only.
 FIXED = {
-    "partial_rotary_factor": 1.0,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
@@ -105,18 +104,15 @@ def read_any_config(
     `model_type` counts in their place. Raises ValueError naming the source and what is wrong or not
     supported.
     """
-    # A window of null is none; any other null asks for the model's default.
-    given = {name: value for name, value in raw.items() if value is not None or name == "sliding_window"}
     known = ", ".join(models)
-    names = given.get("architectures", [])
-    names = [str(name) for name in (names if isinstance(names, list) else [names])]
+    names = raw.get("architectures") or []
+    names = [*map(str, names if isinstance(names, list) else [names])]
     try:
         found = [models[name] for name in names if name in models]
         if not found and type_decides(names):
-            found = [model for model in models.values() if model.model_type == given.get("model_type")]
+            found = [model for model in models.values() if model.model_type == raw.get("model_type")]
         if found and model_impl != "transformers":
-            given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
-            return read_decoder(raw, given, [found[0].__name__], found[0].defaults)
+            return read_decoder(raw, raw, [found[0].__name__], found[0].defaults)
         if model_impl == "native":
             raise ValueError(
                 f"model_impl='native' has no class for architectures {shown(names)}, only for {known}"
@@ -125,8 +121,7 @@ def read_any_config(
             sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
-        dtype = given.get("dtype") or given.get("torch_dtype")
-        return read_decoder(raw, sizes | {"dtype": dtype}, [], {})
+        return read_decoder(raw, sizes, [], {})
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
@@ -137,29 +132,32 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     last two are empty for a model without a class here. Raises ValueError naming what is wrong or not
     supported.
     """
+    # A window of null is none; any other null asks for the model's default.
+    given = {name: value for name, value in given.items() if value is not None or name == "sliding_window"}
+    given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
+    activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
+    check_fixed(given, FIXED | {activation: own.get("hidden_act", "silu")})
     if "rope_parameters" in given:  # takes the place of all settings
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
-    scalar = values.setdefault("query_pre_attn_scalar", values["head_dim"])
-    number(1e-6, 1e15)(scalar, "query_pre_attn_scalar")
-    rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
-    activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
-    for settings in (given, rope):
-        check_fixed(settings, FIXED | {activation: own.get("hidden_act", "silu")})
-    check_bool(values["mlp_bias"], "mlp_bias")
-    limit = context_limit(rope, values["max_position_embeddings"])
-    values |= dict(
-        architectures=architectures,
-        rope_parameters=rope,
-        local_rope_parameters=local_rope,
-        windows=_read_windows(values),
-        quantization_config=read_object(raw, "quantization_config") or None,
-        raw=raw,
-        context_limit=limit,
-        max_model_len=limit,
-        experts=read_experts(values, own),
+    number(1e-6, 1e15)(
+        values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
     )
+    check_bool(values["mlp_bias"], "mlp_bias")
+    rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    limit = context_limit(rope, values["max_position_embeddings"])
+    values |= {
+        "architectures": architectures,
+        "rope_parameters": rope,
+        "local_rope_parameters": local_rope,
+        "windows": _read_windows(values),
+        "quantization_config": read_object(raw, "quantization_config") or None,
+        "raw": raw,
+        "context_limit": limit,
+        "max_model_len": limit,
+        "experts": read_experts(values, own),
+    }
     return DecoderConfig.from_values(values)
 
 
@@ -170,9 +168,10 @@ def _read_windows(values: Fields) -> tuple[int, ...]:
     if check_bool(values["use_sliding_window"], "use_sliding_window") and window is not None:
         allowed.append(SLIDING)
         check_size(window, "sliding_window")
-        first, every = values["max_window_layers"], values["sliding_window_pattern"]
-        number(0, MAX_SIZE)(first, "max_window_layers")
-        number(0, MAX_SIZE)(every, "sliding_window_pattern")
+        first, every = (
+            number(0, MAX_SIZE)(values[name], name)
+            for name in ("max_window_layers", "sliding_window_pattern")
+        )
         kinds = [FULL if i < first or every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     kinds = values.get("layer_types", kinds)
     is_good = isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in allowed for kind in kinds)

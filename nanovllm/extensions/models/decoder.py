@@ -1,11 +1,11 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig, Fields
+from nanovllm.extensions.models.gguf import GGUFModel
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
@@ -24,28 +24,20 @@ class Decoder(Qwen3ForCausalLM):
     has_qkv_bias_alone = False  # on these projections always, and nowhere else
     has_joint_experts = False  # see MixtureOfExperts
 
-    gguf_name: str | None = None  # in GGUF files, if these can be read
-    # Whether query and key projections are in the order in which llama.cpp rotates them, neighbouring rows
-    # against each other; and what was added to the weights of norms.
-    gguf_rotates_neighbours = False
-    gguf_added_to_norms = 0.0
-    gguf_rope_keys: Collection[str] = ()  # of rotations, which other models do not have
-    # (raw, number, stored) -> fields besides `raw`, those of all models; number(key, default, kind) is what
-    # the file has there, or a ValueError that names the key, and `stored` are its tensors.
-    read_gguf_fields = staticmethod(lambda raw, number, stored: {})
+    gguf: GGUFModel | None = None  # if GGUF files of it can be read
 
     def __init__(self, config: DecoderConfig):
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))
         local, local_rope = config.local_rope_parameters, None
         if local != config.rope_parameters:
             local_rope = get_rope(config.head_dim, config.max_model_len, local)
+        scale = config.query_pre_attn_scalar**-0.5
         experts, hidden_size = config.experts, config.hidden_size
         for i, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            variant = attention.attn.variant
-            variant.scale = config.query_pre_attn_scalar**-0.5
+            attention.attn.variant.scale = scale
             if config.windows[i]:
-                attention.attn.variant = AttentionRule(variant.scale, config.window(i))
+                attention.attn.variant = AttentionRule(scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not self.has_qk_norm:
                 attention.q_norm = attention.k_norm = None

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nanovllm.extensions.models.gguf import GGUFModel
 from nanovllm.extensions.models.llama import LlamaForCausalLM
 
 # Parts of a tensor's name, and what Llama calls them.
@@ -22,8 +23,8 @@ NAMES = """
 
 
 class ExaoneForCausalLM(LlamaForCausalLM):
-    model_type = gguf_name = "exaone"
-    gguf_rotates_neighbours = False
+    model_type = "exaone"
+    gguf = GGUFModel("exaone", "exaone")
 
     def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
         """A checkpoint's tensors by Llama's names."""

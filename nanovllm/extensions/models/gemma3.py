@@ -2,15 +2,14 @@
 first, and embeddings are scaled.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.models.config import DecoderConfig, Fields
-from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
+from nanovllm.extensions.models.gguf import Fields, GGUFModel, Number, gemma
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.runtime import tl, triton, use_triton
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -64,6 +63,13 @@ def gelu(x):
     return x / (1.0 + tl.exp(-(1.5957691216057308 * (x + 0.044715 * x * x * x))))
 
 
+def read_gguf(fields: Fields, number: Number, stored: Fields) -> Fields:
+    if "attn_factor" in (fields["rope_scaling"] or {}):  # for which of its two rotations is not said
+        raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
+    pattern = number("attention.sliding_window_pattern", 6) if fields["sliding_window"] else 1
+    return gemma(fields, number, stored) | {"sliding_window_pattern": pattern}
+
+
 class Gemma3ForCausalLM(Decoder):
     model_type = "gemma3_text"
     defaults = {
@@ -77,9 +83,13 @@ class Gemma3ForCausalLM(Decoder):
         "tie_word_embeddings": True,
     }
     layer_class = Gemma3DecoderLayer
-
-    gguf_name = "gemma3"
-    gguf_added_to_norms = 1.0
+    gguf = GGUFModel(
+        "gemma3",
+        "gemma3_text",
+        "sliding_window final_logit_softcapping rope_local_base_freq",
+        read_gguf,
+        gguf_added_to_norms=1.0,
+    )
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
@@ -90,22 +100,6 @@ class Gemma3ForCausalLM(Decoder):
             if isinstance(norm, RMSNorm):
                 norm.weight.data = norm.weight.float()
                 norm.weight.weight_loader = load_less_one
-
-    @staticmethod
-    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
-        if "attn_factor" in (raw["rope_scaling"] or {}):  # for which of its two rotations is not said
-            raise ValueError("rope.scaling.attn_factor is not supported for gemma3, only 1")
-        window = number("attention.sliding_window", 0)
-        divisor = raw["head_dim"]
-        if raw["num_hidden_layers"] == 62:  # the model of 27b, which is not told in any other way
-            divisor = raw["hidden_size"] // max(raw["num_attention_heads"], 1)
-        return {
-            "sliding_window": window or None,
-            "sliding_window_pattern": number("attention.sliding_window_pattern", 6) if window else 1,
-            "rope_local_base_freq": number("rope.freq_base_swa", 10000.0, kind=float),
-            "query_pre_attn_scalar": divisor,
-            "final_logit_softcapping": number("final_logit_softcapping", 0.0, kind=float) or None,
-        }
 
 
 def load_less_one(param: nn.Parameter, loaded_weight: Any) -> None:

@@ -2,18 +2,20 @@
 some layers.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from nanovllm.extensions.models.attention_rule import AttentionRule
-from nanovllm.extensions.models.config import DecoderConfig, Fields
-from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
+from nanovllm.extensions.models.gguf import EXPERTS, Fields, GGUFModel, Number
 from nanovllm.layers.linear import Shard, own_part
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
+def read_gguf(fields: Fields, number: Number, stored: Fields) -> Fields:
+    window = number("attention.sliding_window")  # which there must be
+    return {"sliding_window": window, "rope_scaling": ROPE | (fields["rope_scaling"] or {})}
 
 
 class GptOssForCausalLM(Decoder):
@@ -34,17 +36,7 @@ class GptOssForCausalLM(Decoder):
     has_joint_experts = True
     packed_modules_mapping = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
     packed_modules_mapping["router"] = ("gate", None)
-
-    gguf_name = "gpt-oss"
-
-    @staticmethod
-    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
-        return {
-            "num_experts": number("expert_count"),
-            "num_experts_per_tok": number("expert_used_count"),
-            "sliding_window": number("attention.sliding_window"),
-            "rope_scaling": ROPE | (raw["rope_scaling"] or {}),
-        }
+    gguf = GGUFModel("gpt-oss", "gpt_oss", EXPERTS, read_gguf)
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)

@@ -1,12 +1,10 @@
 """All models of this folder, by their architecture's name."""
 
-from typing import Any
-
 from torch import nn
 
 from nanovllm.extensions.models import exaone, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.extensions.models.config import Fields
-from nanovllm.extensions.models.gguf import BY_TRANSFORMERS
+from nanovllm.extensions.models.gguf import BY_TRANSFORMERS, GGUFModel
 
 CLASSES = (
     llama.LlamaForCausalLM,
@@ -21,9 +19,9 @@ CLASSES = (
 MODELS = {model.__name__: model for model in CLASSES}
 
 
-def gguf_models() -> list[Any]:
+def gguf_models() -> list[GGUFModel]:
     """Those that GGUF files may hold."""
-    return [model for model in (*MODELS.values(), *BY_TRANSFORMERS) if model.gguf_name]
+    return [model.gguf for model in MODELS.values() if model.gguf] + [*BY_TRANSFORMERS]
 
 
 def register_model(architecture: str, model: type[nn.Module], defaults: Fields | None = None) -> None:
@@ -33,5 +31,5 @@ def register_model(architecture: str, model: type[nn.Module], defaults: Fields |
     from a DecoderConfig. `defaults` are for fields that a file may leave out. Every rank must call it, as the
     module of an extension does when it is imported.
     """
-    own = {"model_type": "", "gguf_name": None, "defaults": defaults or {}}
+    own = {"model_type": "", "gguf": None, "defaults": defaults or {}}
     MODELS[architecture] = type(architecture, (model,), own)

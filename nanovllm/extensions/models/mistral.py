@@ -6,4 +6,4 @@ from nanovllm.extensions.models.llama import LlamaForCausalLM
 class MistralForCausalLM(LlamaForCausalLM):
     model_type = "mistral"
     defaults = LlamaForCausalLM.defaults | {"sliding_window": 4096}
-    gguf_name = None
+    gguf = None

@@ -2,12 +2,13 @@
 but those that the configuration leaves out.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.decoder import Decoder
+from nanovllm.extensions.models.gguf import EXPERTS, Fields, GGUFModel, Number
 from nanovllm.extensions.models.qwen3 import WINDOW
+
+
+def read_gguf(fields: Fields, number: Number, stored: Fields) -> Fields:
+    return {"norm_topk_prob": True}
 
 
 class Qwen3MoeForCausalLM(Decoder):
@@ -20,14 +21,4 @@ class Qwen3MoeForCausalLM(Decoder):
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-
-    gguf_name = "qwen3moe"
-
-    @staticmethod
-    def read_gguf_fields(raw: Fields, number: Callable[..., Any], stored: Fields) -> Fields:
-        return {
-            "num_experts": number("expert_count"),
-            "num_experts_per_tok": number("expert_used_count"),
-            "moe_intermediate_size": number("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-        }
+    gguf = GGUFModel("qwen3moe", "qwen3_moe", f"{EXPERTS} moe_intermediate_size", read_gguf)

@@ -41,26 +41,25 @@ FIXED = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
 def check_fixed(given: Fields, fixed: Fields) -> None:
     """Raise ValueError naming a setting that does not have the one value that is supported."""
     for name, value in fixed.items():
-        if given.get(name, value) != value:
+        if given.get(name) not in (None, value):
             raise ValueError(f"{name} = {shown(given[name])} is not supported, only {value}")
 
 
 def read_object(fields: Fields, name: str) -> Fields:
     """Those that a field has, {} if there are none. Raises ValueError."""
-    found = fields.get(name)
-    found = {} if found is None else found
+    found = fields.get(name) or {}
     check(isinstance(found, dict), f"{name} must be an object", found)
     return found
 
 
 def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     """Raise ValueError naming a rotary setting that nobody would honour."""
-    given = {name: value for name, value in given.items() if value is not None}
+    names = {str(name) for name, value in given.items() if value is not None}
     known = {*ROPE_NUMBERS, *OTHER_KEYS, *others}
-    if unknown := sorted(map(str, given.keys() - known)):
+    if unknown := names - known:
         known_ones = ", ".join(sorted(known))
-        raise ValueError(f"rotary setting {shown(unknown[0])} is not known; known ones: {known_ones}")
-    if {"attn_factor", "attention_factor"} <= given.keys():
+        raise ValueError(f"rotary setting {shown(min(unknown))} is not known; known ones: {known_ones}")
+    if {"attn_factor", "attention_factor"} <= names:
         both = "attn_factor, times YaRN's own, and attention_factor, in its place,"
         raise ValueError(f"{both} exclude each other")
     check_fixed(given, FIXED)
@@ -74,8 +73,10 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     """
     has_kinds = "rope_local_base_freq" in values
     is_local = has_kinds and layer_type == SLIDING
-    theta = values["rope_local_base_freq" if is_local else "rope_theta"]
-    settings = {"rope_theta": theta, "original_max_position_embeddings": values["max_position_embeddings"]}
+    settings = {
+        "rope_theta": values["rope_local_base_freq" if is_local else "rope_theta"],
+        "original_max_position_embeddings": values["max_position_embeddings"],
+    }
     for spelling in ("rope_scaling", "rope_parameters"):
         found = read_object(values, spelling)
         if has_kinds and found.keys() & {FULL, SLIDING}:
@@ -84,9 +85,9 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
             continue
         settings |= {name: value for name, value in found.items() if value is not None}
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
-    if kind not in [*ROPE_TYPES]:  # which may be no text
-        raise ValueError(f"rope type {shown(kind)} is not supported; known types: {', '.join(ROPE_TYPES)}")
+    check(kind in [*ROPE_TYPES], f"rope_type must be one of {[*ROPE_TYPES]}", kind)  # which may be no text
     check_rope_keys(settings)
+    check_fixed(values | settings, {"partial_rotary_factor": 1.0})
     for name in ROPE_NUMBERS:
         if name in settings or name in ROPE_TYPES[kind]:
             number(2 if name == "rope_theta" else 1e-6, 1e15)(settings.get(name), name)
@@ -98,7 +99,7 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     if kind == "llama3":
         is_band = settings["low_freq_factor"] < settings["high_freq_factor"]
         check(is_band, "high_freq_factor must be more than low_freq_factor", settings)
-    return settings | scale_frequencies(settings, values["head_dim"])
+    return settings | scale_frequencies(settings, values)
 
 
 def context_limit(rope_parameters: Fields, trained: int) -> int:
@@ -108,12 +109,11 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
     """
     if "factor" not in ROPE_TYPES[rope_parameters["rope_type"]]:
         return trained
-    limit = int(max(trained, rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]))
-    check_size(limit, "the context, extended by the rotary factor,")
-    return limit
+    extended = rope_parameters["factor"] * rope_parameters["original_max_position_embeddings"]
+    return check_size(int(max(trained, extended)), "the context, extended by the rotary factor,")
 
 
-def scale_frequencies(settings: Fields, head_dim: int) -> Fields:
+def scale_frequencies(settings: Fields, values: Fields) -> Fields:
     """What `get_rope` takes besides `rope_theta`, or in its place."""
     kind, amplitude = settings["rope_type"], settings.get("attn_factor", 1.0)
     if kind == "default":
@@ -124,14 +124,8 @@ def scale_frequencies(settings: Fields, head_dim: int) -> Fields:
         factors = torch.tensor(settings["factors"], dtype=torch.float32, device="cpu")
         kind, settings = "linear", settings | {"factor": factors}
     # In place of a configuration, where its versions look for settings in different places.
-    config = SimpleNamespace(
-        **settings,
-        rope_parameters=settings,
-        rope_scaling=settings,
-        standardize_rope_params=lambda: None,
-        head_dim=head_dim,
-        hidden_size=head_dim,
-        num_attention_heads=1,
-    )
+    spellings = {"rope_parameters": settings, "rope_scaling": settings}
+    spellings["standardize_rope_params"] = lambda: None
+    config = SimpleNamespace(**values | settings | spellings)
     frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     return {"inverse_frequencies": frequencies.tolist(), "amplitude": amplitude * own_amplitude}

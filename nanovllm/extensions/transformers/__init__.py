@@ -7,7 +7,7 @@ this engine's, and norms, activations and rotations that compute the same on ran
 kernels.
 
 - `config.py` reads the configuration; `model.py` builds the model; `weights.py` maps names of tensors.
-- `parts.py` has what stands in place of attention and experts, `classes.py` attention that calls no function;
+- `parts.py` has what stands in place of attention, `classes.py` attention that calls no function;
   `faster.py` replaces the rest.
 - `ranks.py` cuts the model by the plan that transformers has for it.
 

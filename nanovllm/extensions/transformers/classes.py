@@ -33,8 +33,8 @@ def falcon(
 ) -> tuple[Tensor, None]:
     """A head of keys and of values lies behind the queries that attend to it, and is cached once for all."""
     qkv = module.query_key_value(hidden_states)
-    qkv = qkv.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
-    parts = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    heads = qkv.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
+    parts = heads.tensor_split((-2, -1), dim=3)
     query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in parts)
     query, key = note_rotation(query, key, *position_embeddings)
     out, _ = attend(module, query, key, value, None)

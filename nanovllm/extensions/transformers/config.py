@@ -49,7 +49,7 @@ ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscal
 # Each has a default, or is checked, where all configurations are read.
 SIZES = (
     "num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size "
-    "num_hidden_layers"
+    "num_hidden_layers tie_word_embeddings dtype"
 ).split()
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -83,7 +83,9 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
         if model_type == kind and raw.get(field):
             raise ValueError(f"{field}={shown(raw[field])} is not supported for model type {kind!r}: {why}")
     try:
-        config = CONFIG_MAPPING[kind](**_copied(raw) | {"architectures": None})
+        theirs = CONFIG_MAPPING[kind]
+        # A copy, with floats where transformers has written {"__float__": "Infinity"}.
+        config = theirs(**theirs._decode_special_floats(raw) | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
@@ -100,14 +102,6 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
             )
         settings["attention_factor"] = value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
     return config
-
-
-def _copied(value: Any) -> Any:
-    """A copy of fields, with floats where transformers has written {"__float__": "Infinity"}."""
-    if isinstance(value, dict):
-        fields = {name: _copied(each) for name, each in value.items()}
-        return float(fields["__float__"]) if "__float__" in fields else fields
-    return [*map(_copied, value)] if isinstance(value, list) else value
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -139,7 +133,6 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
     if isinstance(size, list):  # one of each layer
         found["intermediate_size"] = min(size)
     found["max_position_embeddings"] = _context_limit(config)
-    found["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     return found
 
 

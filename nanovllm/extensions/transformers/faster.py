@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels.moe import run_experts
@@ -43,7 +44,7 @@ class Linear(LinearBase):
 
     def forward(self, x: Tensor, silu_and_mul: bool = False) -> Tensor:
         """With silu_and_mul the first half of the product are gates, the second is what they multiply."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         bias = self.bias if self.group.rank == 0 or not self.is_part else None
         y = activated(self.product(len(rows)).linear(rows, bias, silu_and_mul))
         y = self.group.all_reduce(y) if self.is_part else y
@@ -84,9 +85,10 @@ def replacement(module: nn.Module) -> nn.Module | None:
     """What computes the same as a module that needs no memory yet; None if nothing is known that does."""
     from transformers.pytorch_utils import Conv1D
 
+    x = _random(2, 3)
     if isinstance(module, nn.Linear):
-        x, weight, bias = _random(2, 3), _random(5, 3), _random(5)
-        is_plain = _computes(module, {"weight": weight, "bias": bias}, x, F.linear(x, weight, bias))
+        weights = {"weight": _random(5, 3), "bias": _random(5)}
+        is_plain = _gives(F.linear(x, **weights), functional_call, module, weights, x)
         return linear_like(module) if is_plain else None
     if type(module) is Conv1D:
         linear = Linear({None: Shard((module.nf, module.nx))}, bias=True)
@@ -96,17 +98,17 @@ def replacement(module: nn.Module) -> nn.Module | None:
         return PlainExperts(module)
     params = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if [*params] == ["weight"] and params["weight"].dim() == 1 and isinstance(eps, float):
+    if [*params] == ["weight"] and isinstance(eps, float):
         size = len(params["weight"])
         weight, x = _random(size) + 1, _random(2, size) * eps**0.5
-        if _computes(module, {"weight": weight}, x, rms_norm_torch(x, weight, eps)):
+        if _gives(rms_norm_torch(x, weight, eps), functional_call, module, {"weight": weight}, x):
             return RMSNorm(size, eps)
     if sorted(params) == sorted(GATED):
-        gate, down, x = _random(5, 3), _random(3, 5), _random(2, 3)
+        gate, down = _random(5, 3), _random(3, 5)
         up = gate.flip(0)  # unlike gates, or they could change places
-        gated = F.silu(F.linear(x, gate)) * F.linear(x, up)
         weights = dict(zip(GATED, (gate, up, down), strict=True))
-        if _computes(module, weights, x, F.linear(gated, down)):
+        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        if _gives(expected, functional_call, module, weights, x):
             return GatedMLP(module)
     return None
 
@@ -116,13 +118,12 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _computes(module: nn.Module, weights: dict[str, Tensor], x: Tensor, expected: Tensor) -> bool:
+def _gives(expected: Any, function: Callable[..., Any], *inputs: Any) -> bool:
     try:
-        y = torch.func.functional_call(module, weights, (x,))
-    except Exception:  # it wants other arguments
+        torch.testing.assert_close(function(*inputs), expected, rtol=1e-4, atol=1e-6)
+    except Exception:  # it gives something else, or wants other arguments
         return False
-    is_alike = isinstance(y, Tensor) and y.shape == expected.shape
-    return is_alike and torch.allclose(y, expected, rtol=1e-4)
+    return True
 
 
 def sparse_gates(module: Any, gates: Tensor) -> Tensor:
@@ -155,11 +156,10 @@ def change_methods(base: nn.Module) -> None:
         if hasattr(module, "_gaussian_topk"):
             module._gaussian_topk = types.MethodType(sparse_gates, module)
         forward = inspect.unwrap(type(module).forward)  # without what renames its arguments
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if ROTATE in names and rotates_halves(forward.__globals__.get(ROTATE)):
+        code = getattr(forward, "__code__", None)
+        if code and ROTATE in code.co_names and rotates_halves(forward.__globals__.get(ROTATE)):
             names = {**forward.__globals__, ROTATE: note_rotation}
-            rest = forward.__name__, forward.__defaults__, forward.__closure__
-            changed = types.FunctionType(forward.__code__, names, *rest)
+            changed = types.FunctionType(code, names, None, forward.__defaults__, forward.__closure__)
             module.forward = types.MethodType(changed, module)
 
 
@@ -181,14 +181,9 @@ def note_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **_: Any
 
 @functools.cache
 def rotates_halves(function: Callable[..., Any]) -> bool:
-    """Whether the function is RotaryEmbedding's, for queries and keys [1, heads, tokens, head_dim]."""
-    query = _random(1, 2, 3, 8)
-    key = _random(1, 1, 3, 8)
+    """Whether the function is Llama's, as RotaryEmbedding is; others rotate neighbours, or parts of heads."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     angles = _random(2, 1, 3, 4).repeat(1, 1, 1, 2)
-    try:
-        found = torch.cat(function(query, key, *angles), dim=1)
-    except Exception:  # it wants other arguments
-        return False
-    rotation = Rotation(*angles)
-    expected = rotation(rotation.positions, *(each[0].transpose(0, 1) for each in (query, key)))
-    return torch.allclose(found[0].transpose(0, 1), torch.cat(expected, dim=1), rtol=1e-4, atol=1e-6)
+    inputs = _random(1, 2, 3, 8), _random(1, 1, 3, 8), *angles
+    return _gives(apply_rotary_pos_emb(*inputs), function, *inputs)

@@ -8,7 +8,7 @@ knows an architecture by name.
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,13 +43,12 @@ class TransformersForCausalLM(nn.Module):
         fix_rotations(model)
         change_methods(base)
         self.attention = nn.ModuleList(try_out(base, config.num_hidden_layers))
+        model.config._experts_implementation = "grouped_mm"  # which is faster, but not for meta tensors
         for parent in [*base.modules()]:
             for name, child in [*parent.named_children()]:
                 if (faster := replacement(child)) is not None:
                     setattr(parent, name, faster)
-        made = give_memory(model)
-        for attention in self.attention:
-            attention.features["sinks"] = made.get(attention.features["sinks"])
+        give_memory(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         # No child, or its parameters would have other names; and under this name there may be one already.
@@ -67,7 +66,7 @@ class TransformersForCausalLM(nn.Module):
         """-> logits [sequences, vocab_size]."""
         return self.lm_head(hidden_states)
 
-    def converted(self, tensors: Iterable[Any], known: Collection[str]) -> Iterator[Any]:
+    def converted(self, tensors: Iterable[Any], known: Mapping[str, Any]) -> Iterator[Any]:
         """A checkpoint's tensors by the `known` names, and in the shapes, that parameters have here."""
         modules = self.named_modules()
         turned = {f"{name}.weight" for name, each in modules if getattr(each, "is_stored_transposed", False)}
@@ -93,7 +92,7 @@ def build(config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(
                 theirs,
                 attn_implementation=NAME,
-                experts_implementation=NAME,
+                experts_implementation="batched_mm",
                 dtype=torch.get_default_dtype(),
             )
         except Exception as error:  # whatever a foreign file makes of foreign code
@@ -114,25 +113,21 @@ def without_memory() -> RemovableHandle:
     return register_module_parameter_registration_hook(on_meta)
 
 
-def give_memory(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+def give_memory(model: nn.Module) -> None:
     """
-    Give the parameters that have no memory some; what is tied stays so. Buffers that checkpoints have become
-    parameters, which are loaded. Returns what stands in the place of each.
+    Give the parameters that have no memory some. They stay the same objects, so what is tied stays tied.
+    Buffers that checkpoints have become parameters, which are loaded.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
     model.tie_weights()
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         for name in {*module._buffers} - module._non_persistent_buffers_set:
             setattr(module, name, nn.Parameter(module._buffers.pop(name), requires_grad=False))
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in made:
-                is_wide = any(part in f"{prefix}.{name}" for part in model._keep_in_fp32_modules_strict)
-                dtype = torch.float32 if is_wide else param.dtype
-                memory = torch.empty(param.shape, dtype=dtype) if param.is_meta else param.to(dtype)
-                made[param] = nn.Parameter(memory, requires_grad=False)
-                vars(made[param]).update(vars(param))  # how a part of it is loaded
-            setattr(module, name, made[param])
-    return made
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            memory = torch.empty(param.shape, dtype=param.dtype)
+            torch.utils.swap_tensors(param, nn.Parameter(memory, requires_grad=False))
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            param.data = param.float()
 
 
 def fix_rotations(model: nn.Module) -> None:
@@ -161,12 +156,13 @@ def try_out(base: Any, num_layers: int) -> list[Attention]:
     except Exception as error:
         ranks = f" with tensor_parallel_size={get_group().size}" if shares else ""
         raise ValueError(f"{type(base).__name__} is not supported{ranks}: {error!r:.300}") from error
-    modules = [module for module in base.modules() if hasattr(module, "nano_vllm_attention")]
-    for module in modules:
-        for name, buffer in [*module.named_buffers(recurse=False)]:
-            if buffer.dtype == torch.bool:  # a mask, which `attend` does not need
-                delattr(module, name)
-    found = [module.nano_vllm_attention for module in modules]
+    found = []
+    for module in base.modules():
+        if hasattr(module, "nano_vllm_attention"):
+            found.append(module.nano_vllm_attention)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                if buffer.dtype == torch.bool:  # a mask, which `attend` does not need
+                    delattr(module, name)
     if len(found) != num_layers:
         reason = f"{len(found)} of {num_layers} layers have attention of the usual kind"
         raise ValueError(f"{type(base).__name__} is not supported: {reason}")

@@ -1,8 +1,8 @@
-"""What stands in place of parts of a model that transformers has built: attention and experts.
+"""What stands in place of the attention of a model that transformers has built.
 
-transformers calls attention and experts by functions that are registered under a name. Before the model has
-memory it is tried out on the meta device, where tensors have shapes only: then each attention module gets
-what it asks for, and a forward that depends on data fails, which no CUDA graph could hold either.
+transformers calls attention and what makes its masks by functions that are registered under a name. Before
+the model has memory it is tried out on the meta device, where tensors have shapes only: then each attention
+module gets what it asks for, and a forward that depends on data fails, which no CUDA graph could hold either.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,10 @@ OTHER_MASK = -1  # in place of a window; some models make such a mask, but no la
 
 def register() -> None:
     from transformers import AttentionInterface
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, note_window)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
 
 
 def note_window(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Tensor:
@@ -102,15 +100,3 @@ def make_attention(
     }
     # Layers that do the same with the same keys and values share one cache.
     return vars(key).setdefault((value, num_heads, scale, *attention.features.values()), attention)
-
-
-def compute_experts(module: nn.Module, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """
-    transformers' interface, of experts that are not replaced: hidden_states [tokens, hidden], experts int64
-    and their weights [tokens, top_k], to [tokens, hidden].
-    """
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    if hidden_states.is_meta:
-        return torch.empty_like(hidden_states)
-    return grouped_mm_experts_forward(module, hidden_states, experts, weights)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
-from nanovllm.layers.linear import Shard, divide, own_part
+from nanovllm.layers.linear import Shard, own_part
 
 # By the plan's word, the dimension in which a linear layer's parameters are cut.
 LINEAR = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
@@ -37,14 +37,11 @@ def cut_modules(base: Any) -> dict[str, Tensor]:
         cuts = LINEAR.get(way, {}) if isinstance(module, nn.Linear) else {}
         if cuts:
             module.cut = way
-            module.nano_vllm_group = group
         elif way not in (None, *WHOLE) or getattr(module, "activation_sparsity", 0):  # depends on all gates
             raise ValueError(f"tensor_parallel_size must be 1: {prefix} cannot be split")
-        for name, param in [*module.named_parameters(recurse=False)]:
+        for name, param in module.named_parameters(recurse=False):
             if name in cuts:
-                dim, shape = cuts[name], list(param.shape)
-                shape[dim] = divide(shape[dim], group.size)
-                shares[f"{prefix}.{name}"] = nn.Parameter(param.new_empty(shape), requires_grad=False)
+                shares[f"{prefix}.{name}"] = param.chunk(group.size, cuts[name])[0]
             elif _generic(f"{prefix}.{name}") in plan:
                 raise ValueError(f"tensor_parallel_size must be 1: {prefix}.{name} cannot be split")
     if not (shares or are_experts_cut):

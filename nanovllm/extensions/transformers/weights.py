@@ -8,7 +8,7 @@ experts are this project's, what is one tensor is taken apart again.
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ class Converted:
         return self.value[index]
 
 
-def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Iterator[Any]:
+def converted(model: Any, known: Mapping[str, Any], tensors: Iterable[Any]) -> Iterator[Any]:
     """
-    The tensors for a model of transformers that has parameters of the `known` names. What is converted comes
+    The tensors for a model of transformers that has places for these `known` names. What is converted comes
     last. Raises ValueError naming a tensor that cannot be converted.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -48,18 +48,17 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     parts = {}  # of an expert, by their names in checkpoints, if experts are loaded one by one
-    if any(map(EXPERT.search, known)):
-        for each in converters:
-            if EACH_EXPERT in each.source_patterns[0]:
-                stored = (pattern.split(".")[-2] for pattern in each.source_patterns)
-                parts |= zip(stored, PARTS[each.target_patterns[0].rpartition(".")[2]], strict=True)
-        converters = [each for each in converters if EACH_EXPERT not in each.source_patterns[0]]
+    is_one_by_one = any(map(EXPERT.search, known))
+    for each in [*converters]:
+        if is_one_by_one and EACH_EXPERT in each.source_patterns[0]:
+            converters.remove(each)
+            stored = (pattern.split(".")[-2] for pattern in each.source_patterns)
+            parts |= zip(stored, PARTS[each.target_patterns[0].rpartition(".")[2]], strict=True)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     ignored = MASKS, *(model._keys_to_ignore_on_load_unexpected or ())
-    state = dict.fromkeys(known, True)
-    waiting: dict[str, list[tuple[Any, str]]] = defaultdict(list)
+    waiting = defaultdict(list)  # by the new name, tensors and the patterns that theirs match
     for tensor in tensors:
-        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, state)
+        name, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, known)
         if pattern is not None:
             waiting[name].append((tensor, pattern))
             continue
@@ -67,10 +66,11 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
         if name in known:
             tensor = copy.copy(tensor)
             tensor.name = name
-        if name not in known and len(tensor.shape) == 3 and name.endswith(tuple(PARTS)):
-            yield from experts_of(name, tensor.file, tensor[...])
-        elif tensor.name in known or not any(re.search(each, tensor.name) for each in ignored):
             yield tensor
+        elif len(tensor.shape) == 3 and name.endswith(tuple(PARTS)):
+            yield from experts_of(name, tensor.file, tensor[...], known)
+        elif not any(re.search(each, tensor.name) for each in ignored):
+            yield tensor  # which has no place, if its name is none of these
     for name, sources in waiting.items():
         sources.sort(key=lambda source: dot_natural_key(source[0].name))
         first, pattern = sources[0]
@@ -83,16 +83,13 @@ def converted(model: Any, known: Collection[str], tensors: Iterable[Any]) -> Ite
             raise ValueError(f"{first.file}: tensor {first.name}: {error!r:.300}") from error
         for target, value in made.items():
             value = value[0] if isinstance(value, list) else value
-            if target in known:
-                yield Converted(target, first.file, value)
-            else:
-                yield from experts_of(target, first.file, value)
+            yield from experts_of(target, first.file, value, known)
 
 
-def experts_of(name: str, file: str, value: torch.Tensor) -> Iterator[Converted]:
-    """The experts' matrices that make up a tensor of this name; itself if it is of something else."""
+def experts_of(name: str, file: str, value: torch.Tensor, known: Collection[str]) -> Iterator[Converted]:
+    """The experts' matrices that make up a tensor; itself if its name is known, or that of something else."""
     parent, _, own = name.rpartition(".")
-    if own not in PARTS:
+    if name in known or own not in PARTS:
         yield Converted(name, file, value)
         return
     for number, matrix in enumerate(value):
