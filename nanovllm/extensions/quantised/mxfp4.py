@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.extensions.quantised.gguf_blocks import nibbles
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     E2M1,
     QuantisedWeight,
     in_bricks,
+    unpack,
 )
 from nanovllm.extensions.quantised.scaled import SMALLEST, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
@@ -105,5 +105,5 @@ class Mxfp4Blocks(Mxfp4):
             raise ValueError("is MXFP4, which no adapter can change")
         encoded = torch.from_numpy(np.array(loaded.encoded)).to(self.weight.device)
         blocks = encoded.unflatten(1, (-1, 1 + GROUP // 2))
-        self.set_codes(shard.place, nibbles(blocks[..., 1:]).flatten(1)[shard.rows, shard.columns])
+        self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
         self._load_exponents(blocks[..., 0], shard)
