@@ -32,12 +32,11 @@ from nanovllm.kernels import runtime
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
-# The types that stay packed: bits of a code.
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
-BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-BITS |= {"IQ4_NL": 8, "IQ4_XS": 8}  # of what their codes stand for
+BITS = {kind: type_.bits for kind, type_ in TYPES.items()}  # of a code, by the types that stay packed
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
+# By digits: what codes have added, and how often a zero is added.
+MIDDLES, TIMES = {1: 8, 2: 8 * 16 + 8}, {1: 1, 2: 16 + 1}
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
 MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
@@ -116,32 +115,30 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        waits = self.is_stacked and hasattr(loaded, "joined")
-        self._waiting[shard.place.start] = [(loaded, shard)] if waits else self._read(loaded, shard)
+        found = [(loaded, shard)] if self.is_stacked else self._read(loaded, shard)
+        self._waiting[shard.place.start] = found
         if not all(self._waiting.values()):
             return
-        in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
-        self.runs = join(self._pieces(in_order))
+        pieces = chain.from_iterable(self._waiting.values())  # as `shards` are
+        self._waiting = {}
+        if self.is_stacked:
+            pieces = chain.from_iterable(starmap(self._read, joined(pieces)))
+        self.runs = join(pieces)
         if self.is_stacked and len(self.runs) > 1:
             weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
             self.runs = [Converted((None,), weight)]
         tensors = [tensor for run in self.runs for tensor in run.tensors]
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
-    def _pieces(self, in_order: Iterable[Any]) -> Iterator["Piece"]:
-        """From pieces, and from matrices that are still to be read."""
-        for is_read, members in groupby(in_order, lambda each: isinstance(each, Piece)):
-            found = [*members]
-            yield from found if is_read else chain.from_iterable(starmap(self._read, joined(found)))
-
     def _read(self, loaded: Any, shard: Shard) -> list["Piece"]:
         cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
         if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
+            groups = loaded.groups(shard.rows, cut)
             if torch.device(loaded.device).type == "cuda":
-                return [pack_for_kernels(groups, kind) for groups in loaded.groups(shard.rows, cut)]
+                return [pack_for_kernels(each, kind) for each in groups]
             if shard.size[0] % LANES == 0:
                 library = self.library if self.keeps_weight else None
-                return [pack(groups, kind, library) for groups in loaded.groups(shard.rows, cut)]
+                return [pack(each, kind, library) for each in groups]
         values = loaded[shard.rows, cut].to(torch.get_default_dtype())
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
@@ -150,12 +147,14 @@ class GGUF(Weight):
 def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]:
     """
     Neighbours of one type as one matrix, JOINED bytes at a time: one by one, the experts of eight layers of
-    Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES.
+    Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES. What an
+    adapter changes stays apart.
     """
-    for (_, size, columns), members in groupby(
-        matrices, lambda each: (each[0].quantisation, each[1].size, each[1].columns)
-    ):
+    for (type_, size, columns), members in groupby(matrices, _facts):
         members = [*members]
+        if type_ is None:
+            yield from members
+            continue
         first = members[0][0]
         count = max(1, JOINED // max(first.encoded.nbytes, 1))
         if torch.device(first.device).type == "cpu" and size[0] % LANES:
@@ -164,6 +163,12 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
             parts = [(tensor, shard.rows) for tensor, shard in members[start : start + count]]
             whole = first.joined(parts)
             yield whole, Shard(whole.shape, columns=columns)
+
+
+def _facts(each: tuple[Any, Shard]) -> tuple:
+    """What matrices must agree in to be joined."""
+    tensor, shard = each
+    return getattr(tensor, "quantisation", None), shard.size, shard.columns
 
 
 class Piece(NamedTuple):
@@ -249,8 +254,7 @@ class PackedCodes:
 
     def groups(self) -> Groups:
         """Codes int8 [outputs, groups, inputs], their scales and offsets, if these can be read."""
-        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
-        codes = unpack(self.packed.view(-1, *size)).permute(0, 3, 1, 2).flatten(0, 1)
+        codes = unpack(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
         scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
         if self.digits == 1:
             return Groups((codes - 8).view(torch.int8), scales, zeros)
@@ -259,27 +263,28 @@ class PackedCodes:
     def dequantise(self) -> Tensor:
         return torch.cat([columns.t() for columns in self._columns()])
 
+    def _blocks(self) -> Tensor:
+        """The packed codes by LANES outputs, as `unpack` takes them."""
+        return self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
+
     def _columns(self) -> Iterator[Tensor]:
         """The weights transposed, bfloat16 [in, outputs], some outputs after the others."""
-        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
-        blocks = max(1, PIECE // (len(self.scales_and_zeros) * self.group) // LANES)
-        pieces = self.packed.view(-1, *size).split(blocks)
-        for pairs, numbers in zip(pieces, self.scales_and_zeros.split(blocks * LANES, 1), strict=True):
-            codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
-            scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
-            middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
-            yield torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
+        step = max(1, PIECE // self.shape[1] // LANES)
+        pieces = self._blocks().split(step)
+        for packed, pairs in zip(pieces, self.scales_and_zeros.split(step * LANES, 1), strict=True):
+            codes = unpack(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+            codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
+            scales, zeros = pairs.permute(2, 0, 1).unsqueeze(2).contiguous()
+            yield torch.addcmul(zeros * TIMES[self.digits], codes, scales).flatten(0, 1)
 
 
-def unpack(pairs: Tensor) -> Tensor:
+def unpack(packed: Tensor) -> Tensor:
     """
     The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
     outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
     """
-    if pairs.shape[2] == 1:
-        return torch.cat((pairs & 15, pairs >> 4), dim=-1).squeeze(2)
-    high, low = pairs.unbind(2)
-    return torch.cat((high << 4 | low & 15, high & 240 | low >> 4), dim=-1)
+    digits = torch.cat((packed & 15, packed >> 4), dim=-1).unbind(2)
+    return digits[0] if len(digits) == 1 else digits[0] << 4 | digits[1]
 
 
 @functools.cache

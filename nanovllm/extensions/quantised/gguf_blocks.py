@@ -106,6 +106,12 @@ class Type(NamedTuple):
     def bytes(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def bits(self) -> int:
+        """Of a code, or of what it stands for."""
+        high_bits, _ = self.codes.high or (0, 0)
+        return self.codes.low[0] + high_bits if self.numbers is None else 8
+
     def decode(self, blocks: Tensor) -> Groups:
         """Of uint8 [rows, blocks, bytes]."""
         split = blocks.split([*self.parts.values()], -1)
