@@ -15,7 +15,8 @@ from torch import Tensor
 from nanovllm.extensions.quantised import integers
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.extensions.quantised.scaled import ScaledWeight
+from nanovllm.extensions.quantised.packing import Packing
+from nanovllm.extensions.quantised.scaled import ScaledWeight, nearest
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
@@ -26,7 +27,6 @@ GROUP = 64  # weights that share a scale
 NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
 TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
-MIDDLES = (TABLE[1:] + TABLE[:-1]) / 2
 
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
@@ -43,15 +43,18 @@ def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
 class Int8(integers.Int8):
     """Of a row its largest number is stored, for which 127 stands."""
 
-    has_flat_scales = True
+    stored_scales, has_flat_scales = {torch.float32}, True
 
     def __init__(self, shards: dict[Any, Shard]):
         super().__init__(shards, (1, 0), integers.PLAIN)
-        self.stored = {"weight": self.stored["weight"], "SCB": StoredTensor(self._load_largest)}
-        self.stored["weight_format"] = StoredTensor(_check_layout, True)
+        self.stored = {
+            "weight": self.stored["weight"],
+            "SCB": StoredTensor(self.load_scales),
+            "weight_format": StoredTensor(_check_layout, True),
+        }
 
-    def _load_largest(self, loaded: Any, shard: Shard) -> None:
-        self.load_scales(loaded[...] / self.highest, shard, {torch.float32})
+    def read_scales(self, stored: Tensor) -> Tensor:
+        return stored / self.highest
 
 
 def _check_layout(loaded: Any, shard: Shard) -> None:
@@ -62,16 +65,17 @@ def _check_layout(loaded: Any, shard: Shard) -> None:
 class NF4(ScaledWeight):
     """`weight` uint8 [out, in / 2], codes in the order of NUMBERS; `scales` float32."""
 
-    code_dtype = torch.uint8
+    code_dtype, kept_codes = torch.uint8, ORDER
     lowest, highest = -1.0, 1.0
-    has_flat_scales = True
+    packing = Packing(torch.uint8, 4, order=[1, 0])
+    stored_scales, has_flat_scales = {torch.float32}, True
 
     def __init__(self, shards: dict[Any, Shard], is_nested: bool):
         super().__init__(shards, (1, GROUP))
         self._parts: dict[int, dict[str, Any]] = {}  # of what scales are made, by a shard's first row
         self.stored = {
             "weight": StoredTensor(self._load_halves),
-            "weight.absmax": StoredTensor(functools.partial(self.load_scales, dtypes={torch.float32})),
+            "weight.absmax": StoredTensor(self.load_scales),
             "weight.quant_map": StoredTensor(_check_table),
             "weight.quant_state.bitsandbytes__nf4": StoredTensor(self._load_state),
         }
@@ -86,7 +90,7 @@ class NF4(ScaledWeight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""
-        return ORDER.to(values.device)[torch.bucketize(values, MIDDLES.to(values.device))]
+        return nearest(values, NUMBERS)
 
     def _load_halves(self, loaded: Any, shard: Shard) -> None:
         """[out * in / 2, 1], the first code of a byte in its high half."""
@@ -94,9 +98,9 @@ class NF4(ScaledWeight):
         check(inputs % GROUP == 0, f"inputs must be a multiple of {GROUP}", inputs)
         check_stored(loaded, (rows * inputs // 2, 1), {torch.uint8})
         packed = loaded[shard.rows.start * inputs // 2 : shard.rows.stop * inputs // 2]
-        packed = packed.view(-1, inputs // 2).to(self.weight.device)
-        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)[:, shard.columns]
-        self.set_codes(shard.place, ORDER.to(codes.device)[codes.int()])
+        part = Shard((shard.size[0], inputs), columns=shard.columns)
+        part.place = shard.place
+        self.load_codes(packed.view(-1, inputs // 2), part)
 
     def _load_state(self, loaded: Any, shard: Shard) -> None:
         """JSON, of which only the offset is news."""

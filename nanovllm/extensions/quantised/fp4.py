@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.quantised_weight import E2M1
+from nanovllm.extensions.quantised.packing import Packing
 from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight
-from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import check
 
 NVFP4, MXFP4, MODELOPT = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "modelopt"
@@ -27,17 +27,19 @@ TWICE = torch.tensor([2 * number for number in E2M1 + [-number for number in E2M
 class Fp4(ScaledWeight):
     """`weight` int8 [out, in], twice the codes' numbers; `scales` float32, half of the checkpoint's."""
 
-    code_dtype = torch.int8
+    code_dtype, kept_codes = torch.int8, TWICE
+    packing = Packing(torch.uint8, 4)
     lowest, highest = -12.0, 12.0
 
     def __init__(self, shards: dict[Any, Shard], source: str):
         super().__init__(shards, (1, GROUPS[source]))
         self.source = source
         self.factors: list[tuple[slice, Tensor]] = []  # of which rows
+        self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
         codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
         self.stored = {
-            codes: StoredTensor(self._load_halves),
-            "weight_scale": StoredTensor(self._load_scales),
+            codes: StoredTensor(self.load_codes),
+            "weight_scale": StoredTensor(self.load_scales),
             ignored: IGNORED,
         }
         if source != MXFP4:
@@ -49,22 +51,9 @@ class Fp4(ScaledWeight):
             scales.copy_(scales * factor if self.source == MODELOPT else scales / factor)
         self.factors = []
 
-    def _load_halves(self, loaded: Any, shard: Shard) -> None:
-        """[out, in / 2], the first code of a byte in its low half."""
-        rows, inputs = shard.shape
-        check_stored(loaded, (rows, inputs // 2), {torch.uint8})
-        start, stop = shard.columns.start, shard.columns.stop
-        packed = loaded[shard.rows, start // 2 : cdiv(stop, 2)].to(self.weight.device)
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        codes = codes[:, start % 2 : start % 2 + stop - start]
-        self.set_codes(shard.place, TWICE.to(codes.device)[codes.int()])
-
-    def _load_scales(self, loaded: Any, shard: Shard) -> None:
-        is_exponent = self.source == MXFP4
-        self._check_grid(loaded, shard, {torch.uint8 if is_exponent else torch.float8_e4m3fn})
-        scales = loaded[...].float()
-        scales = (scales - 127).exp2() if is_exponent else scales
-        check_finite(self._load_grid(self.scales, scales / 2, shard))
+    def read_scales(self, stored: Tensor) -> Tensor:
+        scales = stored.float()
+        return ((scales - 127).exp2() if self.source == MXFP4 else scales) / 2
 
     def _load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})

@@ -4,13 +4,13 @@ The format of Qwen's and DeepSeek's checkpoints (`quant_method` "fp8", blocks of
 compressed-tensors', two of NVIDIA's modelopt, and made here from weights of more bits.
 """
 
-import functools
 from typing import Any
 
 import torch
 
 from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
+from nanovllm.extensions.quantised.packing import Packing
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
@@ -68,6 +68,7 @@ class Fp8(ScaledWeight):
     """`weight` float8_e4m3fn [out, in], `scales` float32."""
 
     code_dtype, highest = torch.float8_e4m3fn, 448.0
+    packing = Packing(torch.float8_e4m3fn, 8)
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
         super().__init__(shards, stored_tile)
@@ -79,11 +80,10 @@ class Fp8(ScaledWeight):
         names = "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"
         self.stored |= dict.fromkeys(names, IGNORED)
         name = "weight_scale_inv" if source == "fp8" else "weight_scale"
-        # Of whatever dtype they are, products are rounded only once.
-        exact = functools.partial(self.load_scales, dtypes=EXPONENTS)
-        self.has_flat_scales = source == "modelopt"
-        is_exact = source in ("fp8", "AutoFP8", "modelopt")
-        self.stored[name] = StoredTensor(exact if is_exact else self.load_scales)
+        self.stored[name] = StoredTensor(self.load_scales)
+        self.has_flat_scales = source == MODELOPT
+        if source in ("fp8", "AutoFP8", MODELOPT):
+            self.stored_scales = EXPONENTS  # of whatever dtype they are, products are rounded only once
 
     def _load_weight(self, loaded: Any, shard: Shard) -> None:
         self.load_codes(loaded, shard)

@@ -16,7 +16,8 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     in_bricks,
     unpack,
 )
-from nanovllm.extensions.quantised.scaled import SMALLEST, ScaledWeight
+from nanovllm.extensions.quantised.packing import Packing
+from nanovllm.extensions.quantised.scaled import SMALLEST, ScaledWeight, nearest
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
@@ -40,6 +41,7 @@ class Mxfp4(ScaledWeight):
 
     code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
     lowest, highest = -6.0, 6.0
+    packing = Packing(torch.uint8, 4)
 
     def __init__(self, shards: dict[Any, Shard]):
         super().__init__(shards, (1, GROUP))
@@ -49,7 +51,7 @@ class Mxfp4(ScaledWeight):
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
         self.stored = {
             "blocks": StoredTensor(self._load_blocks),
-            "scales": StoredTensor(self._load_exponents),
+            "scales": StoredTensor(self.load_scales),
         }
 
     @property
@@ -64,14 +66,12 @@ class Mxfp4(ScaledWeight):
             self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
 
     def _load_blocks(self, loaded: torch.Tensor, shard: Shard) -> None:
-        """[rows, groups, bytes of a group], the first code of a byte in its low half."""
+        """[rows, groups, bytes of a group]."""
         rows, inputs = shard.shape
         check_stored(loaded, (rows, inputs // GROUP, GROUP // 2), {torch.uint8})
-        packed = loaded[shard.rows].to(self.weight.device)
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        self.set_codes(shard.place, codes[:, shard.columns])
+        self.load_codes(loaded.flatten(1), shard)
 
-    def _load_exponents(self, loaded: torch.Tensor, shard: Shard) -> None:
+    def load_scales(self, loaded: torch.Tensor, shard: Shard) -> None:
         self._check_grid(loaded, shard, {torch.uint8})
         if (loaded > LARGEST_SCALE).any():
             raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
@@ -84,9 +84,7 @@ class Mxfp4(ScaledWeight):
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """To codes, not numbers."""
-        numbers = torch.tensor(E2M1, device=values.device)
-        sizes = torch.bucketize(values.abs(), (numbers[1:] + numbers[:-1]) / 2)
-        return sizes + 8 * (values < 0)
+        return nearest(values, E2M1 + [-number for number in E2M1])
 
 
 class Mxfp4Blocks(Mxfp4):
@@ -106,4 +104,4 @@ class Mxfp4Blocks(Mxfp4):
         encoded = torch.from_numpy(np.array(loaded.encoded)).to(self.weight.device)
         blocks = encoded.unflatten(1, (-1, 1 + GROUP // 2))
         self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
-        self._load_exponents(blocks[..., 0], shard)
+        self.load_scales(blocks[..., 0], shard)

@@ -22,6 +22,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
     pack,
 )
+from nanovllm.extensions.quantised.packing import Packing
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.kernels.runtime import cdiv, use_triton
 from nanovllm.layers.linear import Product, Shard, Weight
@@ -56,10 +57,15 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
-    has_flat_scales = False  # whether a checkpoint's scales have one dimension
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
-    is_transposed = False  # whether checkpoints have inputs first
+    # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales, and
+    # whether these have one dimension; and whether inputs come first.
+    packing: Packing
+    kept_codes: Tensor | None = None
+    stored_scales = SCALES
+    has_flat_scales = False
+    is_transposed = False
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
@@ -116,18 +122,22 @@ class ScaledWeight(Weight):
     # Loading
 
     def load_codes(self, loaded: Any, shard: Shard) -> None:
-        """Those that a checkpoint has as they are here."""
-        check_stored(loaded, shard.shape, {self.code_dtype})
-        self.set_codes(shard.place, loaded[shard.rows, shard.columns])
+        turn = slice(None, None, -1 if self.is_transposed else 1)
+        cut = shard.rows, shard.columns
+        codes = self.packing.read(loaded, shard.shape[turn], cut[turn], self.weight.device)
+        codes = codes.t() if self.is_transposed else codes
+        if self.kept_codes is not None:
+            codes = self.kept_codes.to(codes.device)[codes.int()]
+        self.set_codes(shard.place, codes)
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:
         """Store the codes of these rows, [rows, in]."""
         codes = codes.to(self.code_dtype)
         self.weight.data[rows] = pack(codes) if self.code_dtype == torch.uint8 else codes
 
-    def load_scales(self, loaded: Any, shard: Shard, dtypes: set = SCALES) -> None:
-        self._check_grid(loaded, shard, dtypes)
-        if dtypes is SCALES:  # products are rounded to their dtype: one matrix cannot have two
+    def load_scales(self, loaded: Any, shard: Shard) -> None:
+        self._check_grid(loaded, shard, self.stored_scales)
+        if self.stored_scales is SCALES:  # products are rounded to their dtype: one matrix cannot have two
             if self.product_dtype not in (None, loaded.dtype):
                 raise ValueError(
                     f"dtype {loaded.dtype}, but a part of the same matrix has {self.product_dtype}"
@@ -135,7 +145,11 @@ class ScaledWeight(Weight):
             self.product_dtype = loaded.dtype
             if self.scale_dtype is None:
                 self.scales.data = self.scales.data.to(loaded.dtype)
-        check_finite(self._load_grid(self.scales, loaded, shard))
+        check_finite(self._load_grid(self.scales, self.read_scales(loaded[...]), shard))
+
+    def read_scales(self, stored: Tensor) -> Tensor:
+        """What a checkpoint's scales mean."""
+        return stored
 
     def _check_grid(self, loaded: Any, shard: Shard, dtypes: set) -> None:
         height, width = self.stored_tile
@@ -153,7 +167,7 @@ class ScaledWeight(Weight):
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
         return grid[::-1] if self.is_transposed else grid
 
-    def _load_grid(self, target: Tensor, loaded: Any, shard: Shard) -> Tensor:
+    def _load_grid(self, target: Tensor, loaded: Tensor, shard: Shard) -> Tensor:
         """
         Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid `loaded` has for
         them. Returns the part.
@@ -163,7 +177,7 @@ class ScaledWeight(Weight):
             torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop)
             for stored, tile, cut in cuts
         )
-        grid = loaded[...].reshape(self._stored_grid(shard))
+        grid = loaded.reshape(self._stored_grid(shard))
         values = (grid.t() if self.is_transposed else grid)[rows][:, columns]
         start = shard.place.start // self.tile[0]
         return target.data[start : start + len(values)].copy_(values)
@@ -205,3 +219,9 @@ class ScaledWeight(Weight):
 
     def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)
+
+
+def nearest(values: Tensor, numbers: list[float]) -> Tensor:
+    """Which of the numbers is nearest to each value."""
+    table, order = torch.tensor(numbers, device=values.device).sort(stable=True)
+    return order[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]
