@@ -17,7 +17,7 @@ from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.extensions.quantised.packing import Packing
 from nanovllm.extensions.quantised.scaled import ScaledWeight, nearest
-from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
+from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -31,11 +31,11 @@ TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the orde
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of bitsandbytes says. Raises ValueError naming the field."""
-    if choose(config, "load_in_8bit", [True, False], False):
+    if choose(config, "load_in_8bit", FLAGS, False):
         format = Format(Int8, {})
     else:
         choose(config, "bnb_4bit_quant_type", ["nf4"], "fp4")
-        is_nested = choose(config, "bnb_4bit_use_double_quant", [True, False], False)
+        is_nested = choose(config, "bnb_4bit_use_double_quant", FLAGS, False)
         format = Format(NF4, {"is_nested": is_nested})
     return same_for_all(format, listed(config, "llm_int8_skip_modules"))
 

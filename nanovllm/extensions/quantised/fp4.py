@@ -34,7 +34,7 @@ class Fp4(ScaledWeight):
     def __init__(self, shards: dict[Any, Shard], source: str):
         super().__init__(shards, (1, GROUPS[source]))
         self.source = source
-        self.factors: list[tuple[slice, Tensor]] = []  # of which rows
+        self.factors = torch.ones(self.shape[0], 1)
         self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
         codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
         self.stored = {
@@ -46,10 +46,9 @@ class Fp4(ScaledWeight):
             self.stored[factor] = StoredTensor(self._load_factor)
 
     def finish(self) -> None:
-        for rows, factor in self.factors:
-            scales = self.scales.data[rows]
-            scales.copy_(scales * factor if self.source == MODELOPT else scales / factor)
-        self.factors = []
+        combine = torch.mul if self.source == MODELOPT else torch.div
+        combine(self.scales.data, self.factors, out=self.scales.data)
+        self.factors.fill_(1)
 
     def read_scales(self, stored: Tensor) -> Tensor:
         scales = stored.float()
@@ -57,6 +56,6 @@ class Fp4(ScaledWeight):
 
     def _load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})
-        factor = loaded[...].reshape(())
-        check(0 < float(factor) < torch.inf, "must hold a number above 0", float(factor))
-        self.factors.append((shard.place, factor.to(self.scales.device)))
+        factor = float(loaded[...])
+        check(0 < factor < torch.inf, "must hold a number above 0", factor)
+        self.factors[shard.place] = factor

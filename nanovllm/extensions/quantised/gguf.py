@@ -27,7 +27,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_
 from nanovllm.extensions.quantised.mxfp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
-from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
+from nanovllm.extensions.quantised.scheme import Format, Scheme
 from nanovllm.kernels import runtime
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -55,11 +55,10 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
     is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
     # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
     has_room = not on_gpu and 4 * config.get("num_weights", 0) <= host_memory() // 2
-    format, experts = Format(GGUF, {"keeps_weight": has_room}), Format(Mxfp4Blocks, {})
-    if not config.get("has_mxfp4_experts"):
-        return same_for_all(format, lambda name: not is_fast)
+    format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
-    return Scheme([format, experts], lambda name: experts if ".experts." in name else others)
+    experts = Format(Mxfp4Blocks, {}) if config.get("has_mxfp4_experts") else others
+    return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
 
 
 def host_memory() -> int:

@@ -59,8 +59,8 @@ class ScaledWeight(Weight):
     highest: float
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
-    # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales, and
-    # whether these have one dimension; and whether inputs come first.
+    # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
+    # and whether these have one dimension; and whether inputs come first.
     packing: Packing
     kept_codes: Tensor | None = None
     stored_scales = SCALES
