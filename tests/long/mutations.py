@@ -813,7 +813,7 @@ MUTATIONS = [
         ),
     ),
     *mutations_of(
-        "nanovllm/extensions/quantised/mxfp4",
+        "nanovllm/extensions/quantised/fp4",
         ("self.has_whole_bricks and ", ""),
         (
             "torch.stack((packed & 15, packed >> 4), dim=-1)",

@@ -15,8 +15,7 @@ from torch import Tensor
 from nanovllm.extensions.quantised import integers
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.extensions.quantised.packing import Packing
-from nanovllm.extensions.quantised.scaled import ScaledWeight, nearest
+from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight, nearest
 from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard

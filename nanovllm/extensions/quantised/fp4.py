@@ -1,17 +1,28 @@
-"""Weights in 4-bit floating point (e2m1) by compressed-tensors and modelopt: NVFP4 and MXFP4.
+"""Weights in 4-bit floating point (e2m1): NVFP4 and MXFP4.
 
-NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two for 32 inputs. Twice
-the number of a code is an integer, which is kept in a byte: kernels have 8-bit codes for any group of 16.
+NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32 inputs.
+Of compressed-tensors and modelopt, twice the number of a code is kept, which is an integer, in a byte: kernels
+have 8-bit codes for any group of 16. gpt-oss's experts and those of GGUF files keep their codes: they have
+kernels of their own. Source: OCP's Microscaling Formats specification.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import E2M1
-from nanovllm.extensions.quantised.packing import Packing
-from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    BLOCK,
+    E2M1,
+    HALF,
+    QuantisedWeight,
+    in_bricks,
+    unpack,
+)
+from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
+from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import check
@@ -21,7 +32,9 @@ GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
 # What checkpoints call the codes, the matrix's factor, and what is not needed.
 NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
 OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
-TWICE = torch.tensor([2 * number for number in E2M1 + [-number for number in E2M1]], dtype=torch.int8)
+LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
+NUMBERS = E2M1 + [-number for number in E2M1]  # by their codes
+TWICE = torch.tensor([2 * number for number in NUMBERS], dtype=torch.int8)
 
 
 class Fp4(ScaledWeight):
@@ -59,3 +72,83 @@ class Fp4(ScaledWeight):
         factor = float(loaded[...])
         check(0 < factor < torch.inf, "must hold a number above 0", factor)
         self.factors[shard.place] = factor
+
+
+def read_mxfp4(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {})
+    return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
+
+
+class Mxfp4(ScaledWeight):
+    """
+    `weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu. On Hopper GPUs `finish` brings both
+    into bricks for activations of 16 bits, and `largest` is the largest scale of each row.
+    """
+
+    code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
+    lowest, highest = -6.0, 6.0
+    packing = Packing(torch.uint8, 4)
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards, (1, BLOCK))
+        self.product_dtype = torch.float32
+        self.largest: Tensor | None = None
+        # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
+        self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
+        self.stored = {
+            "blocks": StoredTensor(self._load_blocks),
+            "scales": StoredTensor(self.load_scales),
+        }
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(largest=self.largest)
+
+    def finish(self) -> None:
+        weight, properties = self.quantised, gpu_properties(self.weight.device)
+        can_be_packed = self.has_whole_bricks and weight.can_be_read() and self.dtype.itemsize == 2
+        if properties and properties.major == 9 and can_be_packed:
+            weight = in_bricks(weight)
+            self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
+
+    def _load_blocks(self, loaded: Tensor, shard: Shard) -> None:
+        """[rows, groups, bytes of a group]."""
+        rows, inputs = shard.shape
+        check_stored(loaded, (rows, inputs // BLOCK, HALF), {torch.uint8})
+        self.load_codes(loaded.flatten(1), shard)
+
+    def load_scales(self, loaded: Tensor, shard: Shard) -> None:
+        self._check_grid(loaded, shard, {torch.uint8})
+        if (loaded > LARGEST_SCALE).any():
+            raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
+        self._load_grid(self.scales.view(torch.uint8), loaded, shard)
+
+    def choose_scales(self, tiles: Tensor) -> Tensor:
+        """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
+        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
+        return torch.exp2(largest.log2().floor() - 2)
+
+    def round(self, values: Tensor) -> Tensor:
+        """To codes, not numbers."""
+        return nearest(values, NUMBERS)
+
+
+class Mxfp4Blocks(Mxfp4):
+    """
+    Of GGUF files, whose `weight` has blocks of a scale and the codes of 32 inputs: of a byte, the low half is
+    one of the first 16, the high half one of the others.
+    """
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards)
+        self.stored = {"weight": StoredTensor(self._load)}
+
+    def _load(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, shard.shape)
+        if not hasattr(loaded, "encoded"):
+            raise ValueError("is MXFP4, which no adapter can change")
+        encoded = torch.from_numpy(np.array(loaded.encoded)).to(self.weight.device)
+        blocks = encoded.unflatten(1, (-1, 1 + HALF))
+        self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
+        self.load_scales(blocks[..., 0], shard)

@@ -10,9 +10,8 @@ import torch
 
 from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
-from nanovllm.extensions.quantised.packing import Packing
 from nanovllm.extensions.quantised.products import Fp8Product, example_row
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Packing, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor

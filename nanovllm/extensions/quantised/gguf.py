@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.extensions.quantised.fp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
-from nanovllm.extensions.quantised.mxfp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.products import gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme

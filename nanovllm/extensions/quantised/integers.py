@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.packing import Packing
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, ScaledWeight
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, Packing, ScaledWeight
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
 

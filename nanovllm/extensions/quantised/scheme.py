@@ -109,13 +109,11 @@ def listed(config: dict[str, Any], *fields: str) -> Callable[[str], bool]:
     Whether these fields list a layer: by its name, the name of a module that it is in, or the last parts of
     its name, such as "mlp.down_proj".
     """
-    inner, patterns = [], []
+    matches = []
     for field in fields:
         for name in names_in(config, field):
             if re.fullmatch(r"[\w.]+", name):
-                inner.append(f".{name}.")
+                matches.append(re.compile(rf"(?<![^.]){re.escape(name)}(?![^.])").search)
             else:
-                patterns.append(pattern(field, rf"(?:{name})(?:(?<=\.)|(?=\.|$))", name))
-    return lambda name: (
-        any(each in f".{name}." for each in inner) or any(each.match(name) for each in patterns)
-    )
+                matches.append(pattern(field, rf"(?:{name})(?:(?<=\.)|(?=\.|$))", name).match)
+    return lambda name: any(match(name) for match in matches)
