@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised import integers
+from nanovllm.extensions.quantised.integers import BITSANDBYTES, Int8
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight, nearest
@@ -31,34 +31,12 @@ TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the orde
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of bitsandbytes says. Raises ValueError naming the field."""
     if choose(config, "load_in_8bit", FLAGS, False):
-        format = Format(Int8, {})
+        format = Format(Int8, {"stored_tile": (1, 0), "source": BITSANDBYTES})
     else:
         choose(config, "bnb_4bit_quant_type", ["nf4"], "fp4")
         is_nested = choose(config, "bnb_4bit_use_double_quant", FLAGS, False)
         format = Format(NF4, {"is_nested": is_nested})
     return same_for_all(format, listed(config, "llm_int8_skip_modules"))
-
-
-class Int8(integers.Int8):
-    """Of a row its largest number is stored, for which 127 stands."""
-
-    stored_scales, has_flat_scales = {torch.float32}, True
-
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards, (1, 0), integers.PLAIN)
-        self.stored = {
-            "weight": self.stored["weight"],
-            "SCB": StoredTensor(self.load_scales),
-            "weight_format": StoredTensor(_check_layout, True),
-        }
-
-    def read_scales(self, stored: Tensor) -> Tensor:
-        return stored / self.highest
-
-
-def _check_layout(loaded: Any, shard: Shard) -> None:
-    check_stored(loaded, (), {torch.uint8})
-    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
 
 
 class NF4(ScaledWeight):
@@ -106,9 +84,10 @@ class NF4(ScaledWeight):
         check_stored(loaded, (min(MAX_STATE, math.prod(loaded.shape)),), {torch.uint8})
         state = json.loads(bytes(loaded[...].tolist()))
         check(isinstance(state, dict), "must be an object", state)
-        expected = {"quant_type": "nf4", "blocksize": GROUP, "shape": [*shard.shape]}
-        for field, value in (expected | {"nested_blocksize": NESTED}).items():
+        expected = {"quant_type": "nf4", "blocksize": GROUP, "nested_blocksize": NESTED}
+        for field, value in expected.items():
             choose(state, field, [value], value)
+        choose(state, "shape", [[*shard.shape]], [*shard.shape])
         offset = state.get("nested_offset", 0)
         check(is_number(offset, float), "nested_offset must be a number", offset)
         self._keep("offset", offset, shard)

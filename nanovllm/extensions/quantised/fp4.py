@@ -1,9 +1,9 @@
 """Weights in 4-bit floating point (e2m1): NVFP4 and MXFP4.
 
-NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32 inputs.
-Of compressed-tensors and modelopt, twice the number of a code is kept, which is an integer, in a byte: kernels
-have 8-bit codes for any group of 16. gpt-oss's experts and those of GGUF files keep their codes: they have
-kernels of their own. Source: OCP's Microscaling Formats specification.
+NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32
+inputs. Of compressed-tensors and modelopt, twice the number of a code is kept, which is an integer, in a byte:
+kernels have 8-bit codes for any group of 16. Experts in MXFP4, which are gpt-oss's and those of GGUF files,
+keep their codes, for kernels of their own. Source: OCP's Microscaling Formats specification.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ class Fp4(ScaledWeight):
     def __init__(self, shards: dict[Any, Shard], source: str):
         super().__init__(shards, (1, GROUPS[source]))
         self.source = source
-        self.factors = torch.ones(self.shape[0], 1)
+        self.factors = torch.ones(self.shape[0], 1, dtype=torch.float32)
         self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
         codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
         self.stored = {
@@ -131,7 +131,7 @@ class Mxfp4(ScaledWeight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""
-        return nearest(values, NUMBERS)
+        return nearest(values.abs(), E2M1) + 8 * (values < 0)
 
 
 class Mxfp4Blocks(Mxfp4):

@@ -72,7 +72,6 @@ class Fp8(ScaledWeight):
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
         super().__init__(shards, stored_tile)
         if source == "floats":
-            self.stored = {"weight": StoredTensor(self.load_floats)}
             return
         self.stored = {"weight": StoredTensor(self._load_weight)}
         # The last three are of keys and values.

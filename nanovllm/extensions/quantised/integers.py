@@ -14,9 +14,11 @@ from torch import Tensor
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, Packing, ScaledWeight
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.validation import check
 
 # Where the integers come from: the formats of compressed-tensors, others, and weights in floating point.
 PLAIN, PACKED, GPTQ, AWQ, FLOATS = "int-quantized", "pack-quantized", "gptq", "awq", "floats"
+BITSANDBYTES = "bitsandbytes"
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
 WHOLE = slice(None), slice(None)
 SHRINKS = [1.0, 0.95, 0.9, 0.85, 0.8]  # scales that are tried: large weights may be cut off for the others
@@ -41,7 +43,10 @@ class Integers(ScaledWeight):
     ):
         super().__init__(shards, stored_tile)
         self.source, self.added_to_zeros = source, added_to_zeros
-        self.is_transposed = source in (GPTQ, AWQ)
+        if source in (GPTQ, AWQ):
+            self.turn = -1
+        if source == BITSANDBYTES:
+            self.stored_scales, self.has_flat_scales = {torch.float32}, True
         if not is_symmetric:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=self.code_dtype)
         self.order: Tensor | None = None
@@ -57,13 +62,18 @@ class Integers(ScaledWeight):
             plain["weight_zero_point"] = zeros
         shape = StoredTensor(_check_shape, True)
         self.stored = {
-            FLOATS: {"weight": StoredTensor(self.load_floats)},
+            FLOATS: self.stored,
+            BITSANDBYTES: {
+                "weight": codes,
+                "SCB": scales,
+                "weight_format": StoredTensor(_check_layout, True),
+            },
             AWQ: awq,
             GPTQ: awq | {"g_idx": order, "bias": StoredTensor(_check_zeros, True)},
             PLAIN: plain | {"weight": codes},
             PACKED: plain | {"weight_packed": codes, "weight_shape": shape, "weight_g_idx": order},
         }[source]
-        dtype = torch.int8 if source == PLAIN else torch.int32
+        dtype = torch.int8 if source in (PLAIN, BITSANDBYTES) else torch.int32
         places = AWQ_ORDER if source == AWQ else slice(None)
         self.packing = Packing(dtype, self.bits, int(source != GPTQ), places)
 
@@ -77,13 +87,17 @@ class Integers(ScaledWeight):
 
     # Loading
 
+    def read_scales(self, stored: Tensor) -> Tensor:
+        """bitsandbytes stores a row's largest number, for which 127 stands."""
+        return stored / self.highest if self.source == BITSANDBYTES else stored
+
     def _load_zeros(self, loaded: Any, shard: Shard) -> None:
         if self.source == PLAIN or self.stored_tile == ONE_TILE:
             self._check_grid(loaded, shard, {torch.int8})
             zeros = loaded[...] + self.zero_point
         else:
-            packing, grid = self.packing._replace(axis=int(self.is_transposed)), self._stored_grid(shard)
-            zeros = packing.read(loaded, grid, WHOLE, self.weight.device)
+            packing = self.packing._replace(axis=int(self.turn < 0))
+            zeros = packing.read(loaded, self._stored_grid(shard), WHOLE, self.weight.device)
         if self.added_to_zeros:
             zeros = zeros + self.added_to_zeros  # those of 8 bits wrap by themselves
             if self.bits == 4:
@@ -156,6 +170,11 @@ def _check_shape(loaded: Any, shard: Shard) -> None:
     check_stored(loaded, (2,), {torch.int64, torch.int32})
     if tuple(loaded[:].tolist()) != shard.shape:
         raise ValueError(f"holds {loaded[:].tolist()}, expected {list(shard.shape)}")
+
+
+def _check_layout(loaded: Any, shard: Shard) -> None:
+    check_stored(loaded, (), {torch.uint8})
+    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
 
 
 def _check_zeros(loaded: Any, shard: Shard) -> None:

@@ -99,12 +99,12 @@ class ScaledWeight(Weight):
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
-    # and whether these have one dimension; and whether inputs come first.
+    # and whether these have one dimension; and -1 if a matrix has its inputs first, else 1.
     packing: Packing
     kept_codes: Tensor | None = None
     stored_scales = SCALES
     has_flat_scales = False
-    is_transposed = False
+    turn = 1
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
@@ -112,18 +112,20 @@ class ScaledWeight(Weight):
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
         self.stored_tile = stored_tile
-        rows = math.gcd(
-            stored_tile[0], *(cut for s in shards.values() for cut in (s.place.start, s.rows.start))
-        )
-        columns = math.gcd(stored_tile[1], *(s.columns.start for s in shards.values()))
-        rows, columns = rows or self.shape[0], min(columns, self.shape[1]) or self.shape[1]
-        self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing
+        parts, (height, width) = shards.values(), self.shape
+        cuts = [cut.start for part in parts for cut in (part.place, part.rows)]
+        rows = math.gcd(stored_tile[0], *cuts) or height
+        columns = math.gcd(stored_tile[1], *(part.columns.start for part in parts))
+        columns = min(columns, width) or width
+        self.tile = (1 if columns == width else rows), columns  # a scale a row costs next to nothing
         self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
         grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
         self.scales = self._parameter("scales", *grid, dtype=self.scale_dtype or self.dtype)
         self.zeros: nn.Parameter | None = None
-        width = self.shape[1] if self.code_dtype != torch.uint8 else cdiv(self.shape[1], BLOCK) * HALF
-        self.weight = self._parameter("weight", self.shape[0], width, dtype=self.code_dtype)
+        if self.code_dtype == torch.uint8:
+            width = cdiv(width, BLOCK) * HALF
+        self.weight = self._parameter("weight", height, width, dtype=self.code_dtype)
+        self.stored = {"weight": StoredTensor(self.load_floats)}
 
     def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
@@ -161,10 +163,9 @@ class ScaledWeight(Weight):
     # Loading
 
     def load_codes(self, loaded: Any, shard: Shard) -> None:
-        turn = slice(None, None, -1 if self.is_transposed else 1)
         cut = shard.rows, shard.columns
-        codes = self.packing.read(loaded, shard.shape[turn], cut[turn], self.weight.device)
-        codes = codes.t() if self.is_transposed else codes
+        codes = self.packing.read(loaded, shard.shape[:: self.turn], cut[:: self.turn], self.weight.device)
+        codes = self._turned(codes)
         if self.kept_codes is not None:
             codes = self.kept_codes.to(codes.device)[codes.int()]
         self.set_codes(shard.place, codes)
@@ -204,7 +205,10 @@ class ScaledWeight(Weight):
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
         pairs = zip(shard.shape, self.stored_tile, strict=True)
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
-        return grid[::-1] if self.is_transposed else grid
+        return grid[:: self.turn]
+
+    def _turned(self, matrix: Tensor) -> Tensor:
+        return matrix if self.turn == 1 else matrix.t()
 
     def _load_grid(self, target: Tensor, loaded: Tensor, shard: Shard) -> Tensor:
         """
@@ -216,8 +220,8 @@ class ScaledWeight(Weight):
             torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop)
             for stored, tile, cut in cuts
         )
-        grid = loaded.reshape(self._stored_grid(shard))
-        values = (grid.t() if self.is_transposed else grid)[rows][:, columns]
+        grid = self._turned(loaded.reshape(self._stored_grid(shard)))
+        values = grid[rows][:, columns]
         start = shard.place.start // self.tile[0]
         return target.data[start : start + len(values)].copy_(values)
 
@@ -262,5 +266,6 @@ class ScaledWeight(Weight):
 
 def nearest(values: Tensor, numbers: list[float]) -> Tensor:
     """Which of the numbers is nearest to each value."""
-    table, order = torch.tensor(numbers, device=values.device).sort(stable=True)
+    table = torch.tensor(numbers, dtype=values.dtype, device=values.device)
+    table, order = table.sort(stable=True)
     return order[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]
