@@ -87,19 +87,21 @@ class GGUF(Weight):
         self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
-        self.runs: list[Any] = []
-        self._waiting: dict[int, list[Piece]] = {shard.place.start: [] for shard in shards.values()}
+        self.runs = []
+        # By a shard's first row: its pieces, or if it is stacked the matrix that is still to be read.
+        self._found = {shard.place.start: [] for shard in shards.values()}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        # Kernels that are compiled ahead are so before anything is loaded.
-        outputs = [run.multiply(x) for run in self.runs] or [x.new_empty(len(x), self.shape[0])]
+        outputs = [run.multiply(x) for run in self.runs]
+        if not outputs:  # kernels are compiled before anything is loaded
+            outputs = [x.new_empty(len(x), self.shape[0])]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
     def products(self, layer: Any) -> list[Product]:
-        if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
-            return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
-        return []
+        if [type(run) for run in self.runs] != [KernelCodes]:
+            return []
+        return gemv_products(self.runs[0].weight, self.dtype, self.make_gemv)
 
     @property
     def quantised(self) -> Any:
@@ -115,30 +117,31 @@ class GGUF(Weight):
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
         found = [(loaded, shard)] if self.is_stacked else self._read(loaded, shard)
-        self._waiting[shard.place.start] = found
-        if not all(self._waiting.values()):
+        self._found[shard.place.start] = found
+        if not all(self._found.values()):
             return
-        pieces = chain.from_iterable(self._waiting.values())  # as `shards` are
-        self._waiting = {}
+        pieces = chain.from_iterable(self._found.values())  # in the order of `shards`
+        self._found = {}
         if self.is_stacked:
             pieces = chain.from_iterable(starmap(self._read, joined(pieces)))
         self.runs = join(pieces)
         if self.is_stacked and len(self.runs) > 1:
             weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
             self.runs = [Converted((None,), weight)]
-        tensors = [tensor for run in self.runs for tensor in run.tensors]
+        tensors = chain.from_iterable(run.tensors for run in self.runs)
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
     def _read(self, loaded: Any, shard: Shard) -> list["Piece"]:
-        cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
-        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
-            groups = loaded.groups(shard.rows, cut)
+        columns = shard.columns
+        kind = getattr(getattr(loaded, "quantisation", None), "name", None)
+        if kind in BITS and columns.start % BLOCK == columns.stop % BLOCK == 0:
+            groups = loaded.groups(shard.rows, columns)
             if torch.device(loaded.device).type == "cuda":
                 return [pack_for_kernels(each, kind) for each in groups]
             if shard.size[0] % LANES == 0:
                 library = self.library if self.keeps_weight else None
                 return [pack(each, kind, library) for each in groups]
-        values = loaded[shard.rows, cut].to(torch.get_default_dtype())
+        values = loaded[shard.rows, columns].to(torch.get_default_dtype())
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
 
@@ -154,7 +157,7 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
         if type_ is None:
             yield from members
             continue
-        first = members[0][0]
+        first, _ = members[0]
         count = max(1, JOINED // max(first.encoded.nbytes, 1))
         if torch.device(first.device).type == "cpu" and size[0] % LANES:
             count = 1
@@ -219,17 +222,17 @@ class PackedCodes:
     is for more rows than the codes are multiplied with fast.
     """
 
-    def __init__(self, facts: tuple[int, int, Any], packed: Tensor, pairs: Tensor):
+    def __init__(self, facts: tuple, packed: Tensor, pairs: Tensor):
         self.digits, self.group, self.library = facts
         self.shape = len(packed), pairs.shape[1] * self.group
-        self.packed, self.scales_and_zeros = packed, pairs.transpose(0, 1).contiguous()
-        self.tensors = self.packed, self.scales_and_zeros
+        self.packed = packed
+        self.scales_and_zeros = pairs.transpose(0, 1).contiguous()
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
-        self.weight: Tensor | None = None
+        self.weight = None
         if self.library is not None and is_readable():
             self.weight = self.library.pack(self.dequantise())
-        if self.weight is not None:
-            self.tensors += (self.weight,)
+        tensors = self.packed, self.scales_and_zeros, self.weight
+        self.tensors = [tensor for tensor in tensors if tensor is not None]
 
     def multiply(self, x: Tensor) -> Tensor:
         if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
@@ -243,8 +246,8 @@ class PackedCodes:
 
     def part(self, rows: slice) -> "PackedCodes":
         """The same for these rows, which begin and end with a whole number of LANES."""
-        facts, pairs = (self.digits, self.group, None), self.scales_and_zeros[:, rows].transpose(0, 1)
-        return PackedCodes(facts, self.packed[rows], pairs)
+        pairs = self.scales_and_zeros[:, rows].transpose(0, 1)
+        return PackedCodes((self.digits, self.group, None), self.packed[rows], pairs)
 
     @property
     def readable_group(self) -> int:
@@ -264,17 +267,20 @@ class PackedCodes:
 
     def _blocks(self) -> Tensor:
         """The packed codes by LANES outputs, as `unpack` takes them."""
-        return self.packed.view(-1, len(self.scales_and_zeros), self.digits, self.group, LANES // 2)
+        num_groups = len(self.scales_and_zeros)
+        return self.packed.view(-1, num_groups, self.digits, self.group, LANES // 2)
 
     def _columns(self) -> Iterator[Tensor]:
         """The weights transposed, bfloat16 [in, outputs], some outputs after the others."""
         step = max(1, PIECE // self.shape[1] // LANES)
         pieces = self._blocks().split(step)
-        for packed, pairs in zip(pieces, self.scales_and_zeros.split(step * LANES, 1), strict=True):
+        pairs = self.scales_and_zeros.split(step * LANES, 1)
+        for packed, numbers in zip(pieces, pairs, strict=True):
             codes = unpack(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
             codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
-            scales, zeros = pairs.permute(2, 0, 1).unsqueeze(2).contiguous()
-            yield torch.addcmul(zeros * TIMES[self.digits], codes, scales).flatten(0, 1)
+            scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
+            weights = torch.addcmul(zeros * TIMES[self.digits], codes, scales)
+            yield weights.flatten(0, 1)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -316,8 +322,8 @@ class KernelCodes:
     def __init__(self, facts: tuple, codes: Tensor, scales: Tensor, *offsets: Tensor):
         group, zero_point, *_ = facts
         self.tensors = codes, scales, *offsets
-        shape, tile = (len(codes), scales.shape[1] * group), (1, group)
-        self.weight = QuantisedWeight(codes, shape, scales, tile, None, zero_point, *offsets)
+        shape = len(codes), scales.shape[1] * group
+        self.weight = QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, *offsets)
 
     def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
@@ -329,14 +335,19 @@ class KernelCodes:
 class Converted:
     """Weights in the dtype of the model, in the library's layout if it has one."""
 
-    def __init__(self, facts: tuple[Any], weight: Tensor):
-        [library] = facts
-        packed = None if library is None else library.pack(weight)
-        self.weight, self.product = (weight, F.linear) if packed is None else (packed, library.multiply)
+    def __init__(self, facts: tuple, weight: Tensor):
+        [self.library] = facts
+        self.weight = weight
+        packed = None if self.library is None else self.library.pack(weight)
+        if packed is None:
+            self.library = None
+        else:
+            self.weight = packed
         self.tensors = (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight)
+        product = F.linear if self.library is None else self.library.multiply
+        return product(x, self.weight)
 
     def dequantise(self) -> Tensor:
         return self.weight
