@@ -44,7 +44,7 @@ class NF4(ScaledWeight):
 
     code_dtype, kept_codes = torch.uint8, ORDER
     lowest, highest = -1.0, 1.0
-    packing = Packing(torch.uint8, 4, order=[1, 0])
+    packing = Packing(torch.uint8, 4, is_high_first=True)
     stored_scales, has_flat_scales = {torch.float32}, True
 
     def __init__(self, shards: dict[Any, Shard], is_nested: bool):
@@ -93,9 +93,12 @@ class NF4(ScaledWeight):
         self._keep("offset", offset, shard)
 
     def _load_part(self, loaded: Any, shard: Shard, name: str) -> None:
-        groups = math.prod(shard.shape) // GROUP
-        size = {"absmax": groups, "nested_absmax": cdiv(groups, NESTED)}.get(name, NESTED)
-        check_stored(loaded, (size,), {torch.uint8 if name == "absmax" else torch.float32})
+        size, dtype = NESTED, torch.float32
+        if name == "absmax":
+            size, dtype = math.prod(shard.shape) // GROUP, torch.uint8
+        elif name == "nested_absmax":
+            size = cdiv(math.prod(shard.shape), GROUP * NESTED)
+        check_stored(loaded, (size,), {dtype})
         self._keep(name, loaded[...], shard)
 
     def _keep(self, name: str, value: Any, shard: Shard) -> None:

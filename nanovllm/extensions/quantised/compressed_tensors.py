@@ -53,9 +53,13 @@ def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
     """Which of the targets is a layer's name, or else the first pattern of it in the order of their texts."""
     names = set(targets)
     patterns = {name: pattern(field, name[3:], name[3:]) for name in sorted(names) if name.startswith("re:")}
-    return lambda name: (
-        name if name in names else next((each for each in patterns if patterns[each].match(name)), None)
-    )
+
+    def find(name: str) -> str | None:
+        if name in names:
+            return name
+        return next((each for each in patterns if patterns[each].match(name)), None)
+
+    return find
 
 
 def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:

@@ -1,9 +1,9 @@
 """Weights in 4-bit floating point (e2m1): NVFP4 and MXFP4.
 
 NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32
-inputs. Of compressed-tensors and modelopt, twice the number of a code is kept, which is an integer, in a byte:
-kernels have 8-bit codes for any group of 16. Experts in MXFP4, which are gpt-oss's and those of GGUF files,
-keep their codes, for kernels of their own. Source: OCP's Microscaling Formats specification.
+inputs. Of compressed-tensors and modelopt, twice the number of a code is kept: that is an integer, and
+kernels have 8-bit codes for any group of 16. Experts in MXFP4, of gpt-oss and of GGUF files, keep their
+codes, for kernels of their own. Source: OCP's Microscaling Formats specification.
 """
 
 from typing import Any
@@ -110,7 +110,8 @@ class Mxfp4(ScaledWeight):
         can_be_packed = self.has_whole_bricks and weight.can_be_read() and self.dtype.itemsize == 2
         if properties and properties.major == 9 and can_be_packed:
             weight = in_bricks(weight)
-            self.weight.data, self.scales.data, self.largest = weight.codes, weight.scales, weight.largest
+            self.weight.data, self.scales.data = weight.codes, weight.scales
+            self.largest = weight.largest
 
     def _load_blocks(self, loaded: Tensor, shard: Shard) -> None:
         """[rows, groups, bytes of a group]."""

@@ -50,11 +50,14 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
     All layers are loaded by `GGUF` where its products are fast, else none; but experts in MXFP4, which has
     kernels of its own, always stay so.
     """
-    on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
-    dtypes = {torch.bfloat16, torch.float16} if on_gpu else {torch.bfloat16}
-    is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
-    # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
-    has_room = not on_gpu and 4 * config.get("num_weights", 0) <= host_memory() // 2
+    dtype, on_gpu = torch.get_default_dtype(), torch.get_default_device().type == "cuda"
+    has_room = False
+    if on_gpu or runtime.compiling_for is not None:
+        is_fast = runtime.HAVE_TRITON and dtype in (torch.bfloat16, torch.float16)
+    else:
+        is_fast = dtype == torch.bfloat16
+        # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
+        has_room = 4 * config.get("num_weights", 0) <= host_memory() // 2
     format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
     experts = Format(Mxfp4Blocks, {}) if config.get("has_mxfp4_experts") else others
@@ -240,9 +243,10 @@ class PackedCodes:
         if len(x) >= MANY_ROWS[self.digits] and is_readable():
             return torch.cat([x @ columns for columns in self._columns()], dim=-1)
         if self.digits == 2:
-            x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
-        size, pairs = self.digits * self.group, self.scales_and_zeros
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
+            groups = x.unflatten(-1, (-1, 1, self.group))
+            x = (groups * self.places).flatten(1)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return multiply(x.contiguous(), self.packed, self.digits * self.group, self.scales_and_zeros)
 
     def part(self, rows: slice) -> "PackedCodes":
         """The same for these rows, which begin and end with a whole number of LANES."""

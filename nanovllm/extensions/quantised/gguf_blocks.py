@@ -86,7 +86,8 @@ def six_bits(parts: Parts, name: str) -> Tensor:
     start, end = parts[name].split([8, 4], -1)
     first, tops = fields(start, 6, 8).chunk(2, -1)
     others = fields(end, 4, 4) | tops << 4
-    return torch.stack((first, others), -2).unflatten(-1, (2, 4)).transpose(-3, -2).flatten(-3)
+    both = torch.stack((first, others), -2).unflatten(-1, (2, 4))
+    return both.transpose(-3, -2).flatten(-3)
 
 
 class Type(NamedTuple):
@@ -120,7 +121,8 @@ class Type(NamedTuple):
         if self.numbers is not None:
             table = torch.tensor(self.numbers, dtype=torch.int8, device=codes.device)
             codes = table[codes.int()]
-        floats = parts["floats"].contiguous().view(torch.float16).float().unsqueeze(-1)  # [..., 1 or 2, 1]
+        floats = parts["floats"].contiguous().view(torch.float16)
+        floats = floats.float().unsqueeze(-1)  # [..., 1 or 2, 1]
         if self.multiples is not None:
             multiples = self.multiples(parts, "multiples")
             floats = floats * multiples.unflatten(-1, (floats.shape[-2], -1))

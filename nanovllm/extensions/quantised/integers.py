@@ -80,7 +80,9 @@ class Integers(ScaledWeight):
     # Products
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().multiply(x if self.order is None else x[..., self.order], bias)
+        if self.order is not None:
+            x = x[..., self.order]
+        return super().multiply(x, bias)
 
     def products(self, layer: Any) -> list[Product]:
         return super().products(layer) if self.order is None else []

@@ -38,14 +38,15 @@ IGNORED = StoredTensor(lambda loaded, shard: None, True)
 
 class Packing(NamedTuple):
     """
-    Codes of so many bits in integers of this dtype, which hold neighbours along an axis of the matrix; in
-    another `order` where it says from which place each of them comes.
+    Codes of so many bits in integers of this dtype, which hold neighbours along an axis of the matrix. Where
+    they have another `order` it says from which place each of them comes.
     """
 
     dtype: torch.dtype
     bits: int
     axis: int = 1
     order: Sequence[int] | slice = slice(None)
+    is_high_first: bool = False  # of a byte with two codes
 
     def read(
         self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, ...], device: torch.device
@@ -67,7 +68,9 @@ class Packing(NamedTuple):
         # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
         codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+            low, high = codes & 15, codes >> 4
+            halves = (high, low) if self.is_high_first else (low, high)
+            codes = torch.stack(halves, dim=-1).flatten(1)
         else:
             codes = (codes ^ SIGN).view(torch.int8)
         codes = codes.unflatten(1, (-1, size))[:, :, self.order].flatten(1)
@@ -118,10 +121,10 @@ class ScaledWeight(Weight):
         columns = math.gcd(stored_tile[1], *(part.columns.start for part in parts))
         columns = min(columns, width) or width
         self.tile = (1 if columns == width else rows), columns  # a scale a row costs next to nothing
-        self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
-        grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
+        self.product_dtype = None  # as long as no scales are loaded
+        grid = cdiv(height, self.tile[0]), cdiv(width, columns)
         self.scales = self._parameter("scales", *grid, dtype=self.scale_dtype or self.dtype)
-        self.zeros: nn.Parameter | None = None
+        self.zeros = None
         if self.code_dtype == torch.uint8:
             width = cdiv(width, BLOCK) * HALF
         self.weight = self._parameter("weight", height, width, dtype=self.code_dtype)
@@ -137,9 +140,15 @@ class ScaledWeight(Weight):
     @property
     def quantised(self) -> QuantisedWeight:
         """What kernels need to know."""
-        dtype = self.product_dtype or self.scales.dtype
-        scales = self.scales, self.tile, self.zeros, self.zero_point
-        return QuantisedWeight(self.weight, self.shape, *scales, product_dtype=dtype)
+        return QuantisedWeight(
+            self.weight,
+            self.shape,
+            self.scales,
+            self.tile,
+            self.zeros,
+            self.zero_point,
+            product_dtype=self.product_dtype or self.scales.dtype,
+        )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
@@ -149,7 +158,8 @@ class ScaledWeight(Weight):
         outputs = []
         for rows in self.pieces(self.shape[0]):
             piece = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
-            outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
+            its_bias = None if bias is None else bias[rows]
+            outputs.append(F.linear(x, piece, its_bias))
         return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
@@ -157,8 +167,10 @@ class ScaledWeight(Weight):
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
-        step = cdiv(max(1, PIECE // self.shape[1]), self.tile[0]) * self.tile[0]
-        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        height = self.tile[0]
+        step = cdiv(max(1, PIECE // self.shape[1]), height) * height
+        for start in range(0, num_rows, step):
+            yield slice(start, min(start + step, num_rows))
 
     # Loading
 
@@ -215,24 +227,26 @@ class ScaledWeight(Weight):
         Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid `loaded` has for
         them. Returns the part.
         """
-        cuts = zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True)
-        rows, columns = (
-            torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop)
-            for stored, tile, cut in cuts
-        )
         grid = self._turned(loaded.reshape(self._stored_grid(shard)))
-        values = grid[rows][:, columns]
+        rows = self._stored_tiles(shard.rows, 0)
+        columns = self._stored_tiles(shard.columns, 1)
+        part = grid[rows][:, columns]
         start = shard.place.start // self.tile[0]
-        return target.data[start : start + len(values)].copy_(values)
+        return target.data[start : start + len(part)].copy_(part)
+
+    def _stored_tiles(self, cut: slice, axis: int) -> Tensor:
+        """For each tile of a cut, in which of the checkpoint's it lies."""
+        starts = torch.arange(cut.start, cut.stop, self.tile[axis], device="cpu")
+        return starts // (self.stored_tile[axis] or cut.stop)
 
     # Made here
 
     def load_floats(self, loaded: Any, shard: Shard) -> None:
         """Quantise a part that is stored in floating point."""
         check_stored(loaded, shard.shape)
+        first = shard.rows.start
         for rows in self.pieces(shard.size[0]):
-            start = shard.rows.start
-            matrix = loaded[start + rows.start : start + rows.stop, shard.columns]
+            matrix = loaded[first + rows.start : first + rows.stop, shard.columns]
             matrix = matrix.to(self.scales.device, torch.float32)
             check_finite(matrix)
             self._quantise(matrix, shard.place.start + rows.start)
@@ -258,7 +272,8 @@ class ScaledWeight(Weight):
 
     def choose_scales(self, tiles: Tensor) -> Tensor:
         """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
-        return (tiles.abs().amax((1, 3), keepdim=True) / self.highest).clamp_min(SMALLEST)
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        return (largest / self.highest).clamp_min(SMALLEST)
 
     def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)
