@@ -1052,8 +1052,8 @@ MUTATIONS = [
         ("            floats[..., 1:, :].neg_()", "            pass"),
         ("found.append(rest & (1 << bits) - 1)", "found.insert(0, rest & (1 << bits) - 1)"),
         ("(floats.shape[-2], -1))", "(floats.shape[-2], -1)).flip(-2)"),
-        ("Integers(PAIRS, (1, 32), 4)", "Integers(PAIRS, (1, 32), 0)"),
-        ("Integers((4, 1), (2, 1), 32)", "Integers((4, 1), (2, 2), 32)"),
+        ("PackedIntegers(PAIRS, (1, 32), 4)", "PackedIntegers(PAIRS, (1, 32), 0)"),
+        ("PackedIntegers((4, 1), (2, 1), 32)", "PackedIntegers((4, 1), (2, 2), 32)"),
         ("-127, -104, -83,", "-127, -104, -84,"),
     ),
     *mutations_of(

@@ -45,7 +45,7 @@ class Groups(NamedTuple):
         return Groups(*(each if each is None else each[:, groups] for each in self))
 
 
-class Integers(NamedTuple):
+class PackedIntegers(NamedTuple):
     """
     How a part of a block holds integers. `low` is how many bits a byte has of each, and how many bytes go
     together: these hold first the lowest bits of all of theirs, then the next ones. What `high` says of
@@ -99,7 +99,7 @@ class Type(NamedTuple):
 
     values: int
     parts: dict[str, int]
-    codes: Integers
+    codes: PackedIntegers
     multiples: Callable[[Parts, str], Tensor] | None = None
     numbers: tuple[int, ...] | None = None
 
@@ -131,41 +131,43 @@ class Type(NamedTuple):
         return Groups(*(each.flatten(1, 2) for each in (codes, *floats.unbind(-2))))
 
 
-BYTES = Integers((8, 1), middle=0)
+BYTES = PackedIntegers((8, 1), middle=0)
 NIBBLES, LONG_NIBBLES, PAIRS = (4, 16), (4, 32), (2, 32)
 
 TYPES = {
     "Q8_0": Type(32, {"floats": 2, "codes": 32}, BYTES),
-    "Q4_0": Type(32, {"floats": 2, "codes": 16}, Integers(NIBBLES, middle=8)),
-    "Q4_1": Type(32, {"floats": 4, "codes": 16}, Integers(NIBBLES)),
-    "Q5_0": Type(32, {"floats": 2, "codes_high": 4, "codes": 16}, Integers(NIBBLES, (1, 1), 16)),
-    "Q5_1": Type(32, {"floats": 4, "codes_high": 4, "codes": 16}, Integers(NIBBLES, (1, 1))),
-    "Q4_K": Type(256, {"floats": 4, "multiples": 12, "codes": 128}, Integers(LONG_NIBBLES), six_bits),
+    "Q4_0": Type(32, {"floats": 2, "codes": 16}, PackedIntegers(NIBBLES, middle=8)),
+    "Q4_1": Type(32, {"floats": 4, "codes": 16}, PackedIntegers(NIBBLES)),
+    "Q5_0": Type(32, {"floats": 2, "codes_high": 4, "codes": 16}, PackedIntegers(NIBBLES, (1, 1), 16)),
+    "Q5_1": Type(32, {"floats": 4, "codes_high": 4, "codes": 16}, PackedIntegers(NIBBLES, (1, 1))),
+    "Q4_K": Type(256, {"floats": 4, "multiples": 12, "codes": 128}, PackedIntegers(LONG_NIBBLES), six_bits),
     "Q5_K": Type(
         256,
         {"floats": 4, "multiples": 12, "codes_high": 32, "codes": 128},
-        Integers(LONG_NIBBLES, (1, 32)),
+        PackedIntegers(LONG_NIBBLES, (1, 32)),
         six_bits,
     ),
     "Q6_K": Type(
         256,
         {"codes": 128, "codes_high": 64, "multiples": 16, "floats": 2},
-        Integers((4, 64), PAIRS, 32),
+        PackedIntegers((4, 64), PAIRS, 32),
         BYTES,
     ),
-    "Q2_K": Type(256, {"multiples": 16, "codes": 64, "floats": 4}, Integers(PAIRS), Integers(NIBBLES)),
+    "Q2_K": Type(
+        256, {"multiples": 16, "codes": 64, "floats": 4}, PackedIntegers(PAIRS), PackedIntegers(NIBBLES)
+    ),
     "Q3_K": Type(
         256,
         {"codes_high": 32, "codes": 64, "multiples": 8, "multiples_high": 4, "floats": 2},
-        Integers(PAIRS, (1, 32), 4),
-        Integers((4, 8), (2, 4), 32),
+        PackedIntegers(PAIRS, (1, 32), 4),
+        PackedIntegers((4, 8), (2, 4), 32),
     ),
-    "IQ4_NL": Type(32, {"floats": 2, "codes": 16}, Integers(NIBBLES), numbers=IQ4_CODES),
+    "IQ4_NL": Type(32, {"floats": 2, "codes": 16}, PackedIntegers(NIBBLES), numbers=IQ4_CODES),
     "IQ4_XS": Type(
         256,
         {"floats": 2, "multiples_high": 2, "multiples": 4, "codes": 128},
-        Integers(NIBBLES),
-        Integers((4, 1), (2, 1), 32),
+        PackedIntegers(NIBBLES),
+        PackedIntegers((4, 1), (2, 1), 32),
         IQ4_CODES,
     ),
 }
