@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.extensions.quantised.fp4 import GROUPS, MXFP4, NVFP4, Fp4
-from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.fp8 import BLOCK, Fp8
 from nanovllm.extensions.quantised.integers import PACKED, PLAIN, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scheme import (
@@ -23,7 +23,6 @@ TYPES = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "flo
 TYPES |= {NVFP4: ["float"], MXFP4: ["float"]}
 STRATEGIES = {NVFP4: "tensor_group", MXFP4: "group"}  # of 4-bit floating point
 CLASS = "Linear"  # what transformers calls our layers
-BLOCK = [128, 128]
 
 
 def read_compressed_tensors(config: dict[str, Any]) -> Scheme:

@@ -15,10 +15,9 @@ from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Pack
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor
-from nanovllm.utils.validation import shown
 
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
-BLOCK = 128
+BLOCK = [128, 128]
 MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
 MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"  # what it says of activations is not needed
 
@@ -28,9 +27,7 @@ def read_fp8(config: dict[str, Any]) -> Scheme:
     choose(config, "fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
     choose(config, "activation_scheme", ["dynamic", "static"], "dynamic")
     choose(config, "scale_fmt", ["float", "ue8m0"], "float")
-    block = config.get("weight_block_size")
-    if block not in (None, [BLOCK, BLOCK]):
-        raise ValueError(f"weight_block_size = {shown(block)} is not supported; supported: [128, 128], null")
+    block = choose(config, "weight_block_size", [None, BLOCK])
     # AutoFP8 has no such field, and another name for its scales.
     source = "fp8" if "weight_block_size" in config else "AutoFP8"
     format = Format(Fp8, {"stored_tile": tuple(block or ONE_TILE), "source": source})

@@ -43,8 +43,6 @@ class Integers(ScaledWeight):
     ):
         super().__init__(shards, stored_tile)
         self.source, self.added_to_zeros = source, added_to_zeros
-        if source in (GPTQ, AWQ):
-            self.turn = -1
         if source == BITSANDBYTES:
             self.stored_scales, self.has_flat_scales = {torch.float32}, True
         if not is_symmetric:
@@ -73,9 +71,12 @@ class Integers(ScaledWeight):
             PLAIN: plain | {"weight": codes},
             PACKED: plain | {"weight_packed": codes, "weight_shape": shape, "weight_g_idx": order},
         }[source]
-        dtype = torch.int8 if source in (PLAIN, BITSANDBYTES) else torch.int32
-        places = AWQ_ORDER if source == AWQ else slice(None)
-        self.packing = Packing(dtype, self.bits, int(source != GPTQ), places)
+        words = Packing(torch.int32, self.bits)
+        self.packing = {
+            PACKED: words,
+            GPTQ: words._replace(axis=0, turn=-1),
+            AWQ: words._replace(order=AWQ_ORDER, turn=-1),
+        }.get(source, Packing(torch.int8, self.bits))
 
     # Products
 
@@ -98,7 +99,7 @@ class Integers(ScaledWeight):
             self._check_grid(loaded, shard, {torch.int8})
             zeros = loaded[...] + self.zero_point
         else:
-            packing = self.packing._replace(axis=int(self.turn < 0))
+            packing = self.packing._replace(axis=int(self.packing.turn < 0))
             zeros = packing.read(loaded, self._stored_grid(shard), WHOLE, self.weight.device)
         if self.added_to_zeros:
             zeros = zeros + self.added_to_zeros  # those of 8 bits wrap by themselves

@@ -39,7 +39,8 @@ IGNORED = StoredTensor(lambda loaded, shard: None, True)
 class Packing(NamedTuple):
     """
     Codes of so many bits in integers of this dtype, which hold neighbours along an axis of the matrix. Where
-    they have another `order` it says from which place each of them comes.
+    they have another `order` it says from which place each of them comes. `turn` is -1 if the matrix has its
+    inputs first, else 1.
     """
 
     dtype: torch.dtype
@@ -47,6 +48,7 @@ class Packing(NamedTuple):
     axis: int = 1
     order: Sequence[int] | slice = slice(None)
     is_high_first: bool = False  # of a byte with two codes
+    turn: int = 1
 
     def read(
         self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, ...], device: torch.device
@@ -102,12 +104,11 @@ class ScaledWeight(Weight):
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
-    # and whether these have one dimension; and -1 if a matrix has its inputs first, else 1.
+    # and whether these have one dimension.
     packing: Packing
     kept_codes: Tensor | None = None
     stored_scales = SCALES
     has_flat_scales = False
-    turn = 1
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
@@ -175,8 +176,8 @@ class ScaledWeight(Weight):
     # Loading
 
     def load_codes(self, loaded: Any, shard: Shard) -> None:
-        cut = shard.rows, shard.columns
-        codes = self.packing.read(loaded, shard.shape[:: self.turn], cut[:: self.turn], self.weight.device)
+        cut, turn = (shard.rows, shard.columns), self.packing.turn
+        codes = self.packing.read(loaded, shard.shape[::turn], cut[::turn], self.weight.device)
         codes = self._turned(codes)
         if self.kept_codes is not None:
             codes = self.kept_codes.to(codes.device)[codes.int()]
@@ -217,10 +218,10 @@ class ScaledWeight(Weight):
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
         pairs = zip(shard.shape, self.stored_tile, strict=True)
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
-        return grid[:: self.turn]
+        return grid[:: self.packing.turn]
 
     def _turned(self, matrix: Tensor) -> Tensor:
-        return matrix if self.turn == 1 else matrix.t()
+        return matrix if self.packing.turn == 1 else matrix.t()
 
     def _load_grid(self, target: Tensor, loaded: Tensor, shard: Shard) -> Tensor:
         """
