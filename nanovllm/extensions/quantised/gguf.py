@@ -1,7 +1,6 @@
 """GGUF's types, kept packed on GPUs, where kernels multiply them, and where a CPU computes in bfloat16.
 
-For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs,
-`_weight_int4pack_mm_for_cpu`:
+For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs, of which each stands for
 (code - 8) * scale + zero, with scale and zero in the dtype of the activations, which is the only rounding.
 Codes of more bits are two digits in one group: 16 * x is multiplied by the high one and x by the low one, so
 that both have the same scale. The product is made for few rows. For more, oneDNN's on the converted weight is
@@ -95,9 +94,8 @@ class GGUF(Weight):
         self._found = {shard.place.start: [] for shard in shards.values()}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        outputs = [run.multiply(x) for run in self.runs]
-        if not outputs:  # kernels are compiled before anything is loaded
-            outputs = [x.new_empty(len(x), self.shape[0])]
+        # Kernels that are compiled ahead are so before anything is loaded.
+        outputs = [run.multiply(x) for run in self.runs] or [x.new_empty(len(x), self.shape[0])]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
 
@@ -119,8 +117,7 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        found = [(loaded, shard)] if self.is_stacked else self._read(loaded, shard)
-        self._found[shard.place.start] = found
+        self._found[shard.place.start] = [(loaded, shard)] if self.is_stacked else self._read(loaded, shard)
         if not all(self._found.values()):
             return
         pieces = chain.from_iterable(self._found.values())  # in the order of `shards`
@@ -155,7 +152,11 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
     Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES. What an
     adapter changes stays apart.
     """
-    for (type_, size, columns), members in groupby(matrices, _facts):
+
+    def facts(tensor: Any, shard: Shard) -> tuple:
+        return getattr(tensor, "quantisation", None), shard.size, shard.columns
+
+    for (type_, size, columns), members in groupby(matrices, lambda each: facts(*each)):
         members = [*members]
         if type_ is None:
             yield from members
@@ -168,12 +169,6 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
             parts = [(tensor, shard.rows) for tensor, shard in members[start : start + count]]
             whole = first.joined(parts)
             yield whole, Shard(whole.shape, columns=columns)
-
-
-def _facts(each: tuple[Any, Shard]) -> tuple:
-    """What matrices must agree in to be joined."""
-    tensor, shard = each
-    return getattr(tensor, "quantisation", None), shard.size, shard.columns
 
 
 class Piece(NamedTuple):
@@ -340,18 +335,15 @@ class Converted:
     """Weights in the dtype of the model, in the library's layout if it has one."""
 
     def __init__(self, facts: tuple, weight: Tensor):
-        [self.library] = facts
-        self.weight = weight
-        packed = None if self.library is None else self.library.pack(weight)
-        if packed is None:
-            self.library = None
-        else:
-            self.weight = packed
+        [library] = facts
+        self.weight, self.product = weight, F.linear
+        packed = None if library is None else library.pack(weight)
+        if packed is not None:
+            self.weight, self.product = packed, library.multiply
         self.tensors = (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:
-        product = F.linear if self.library is None else self.library.multiply
-        return product(x, self.weight)
+        return self.product(x, self.weight)
 
     def dequantise(self) -> Tensor:
         return self.weight
