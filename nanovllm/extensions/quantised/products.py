@@ -20,6 +20,14 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import (
     fp8_linear,
     quantise,
 )
+from nanovllm.extensions.quantised.kernels.grouped_codes import (
+    MAX_ROWS,
+    PADDING,
+    can_use_linear_codes,
+    linear_codes,
+    permute_k,
+    permuted_columns,
+)
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
@@ -48,14 +56,28 @@ class PendingAdd(Stream):
 
 
 def _normalise(
-    stream: Stream, pending_add: Tensor | Unscaled | None, scale_group: int | None, keep: bool
+    stream: Stream,
+    pending_add: Tensor | Unscaled | None,
+    scale_group: int | None,
+    keep: bool,
+    per_byte: int = 0,
 ) -> QuantisedRows | None:
     """The addition if there is one, the norm, and unless scale_group is None its codes, by one kernel."""
     inputs = stream.x, None
     if pending_add is not None:
         inputs, stream.pending_add = (pending_add, stream.x), None
     norm = stream.norm.weight, stream.norm.eps
-    rows, stream.x, stream.normed = add_rms_norm_quantise(*inputs, *norm, scale_group, keep)
+    rows, stream.x, stream.normed = add_rms_norm_quantise(*inputs, *norm, scale_group, keep, per_byte)
+    return rows
+
+
+def permuted_rows(stream: Stream, per_byte: int) -> Tensor:
+    """norm(x) with its columns permuted for a weight that has so many codes in a byte."""
+    pending_add = getattr(stream, "pending_add", None)
+    if pending_add is None and (not stream.is_untouched or stream.norm.group.size > 1):
+        return permute_k(stream.normalised(), per_byte)
+    _normalise(stream, pending_add, None, True, per_byte)
+    rows, stream.normed = stream.normed, None  # which is for all that ask
     return rows
 
 
@@ -113,16 +135,57 @@ class Fp8Product(Product):
         return Gates(y) if gated else y
 
 
-def gemv_products(
+class PermutedGates(NamedTuple):
+    """The result of a gated product with its columns permuted for a weight with so many codes in a byte."""
+
+    values: Tensor  # [tokens, width, filled up to a multiple of PADDING]
+    width: int
+    per_byte: int
+
+    def activated(self) -> Tensor:
+        """[tokens, width]."""
+        return self.values[:, permuted_columns(self.width, self.per_byte, self.values.device)]
+
+
+class CodesProduct(Product):
+    """Of codes that become bfloat16: what computes the rows in front of it permutes their columns, too."""
+
+    def __init__(self, weight: QuantisedWeight):
+        self.weight, self.per_byte = weight, weight.codes_per_byte
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return 0 < rows <= MAX_ROWS
+
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | PermutedGates:
+        if isinstance(x, PermutedGates) and x.per_byte == self.per_byte:
+            return self._multiply(x.values, bias, gated)
+        return self._multiply(permute_k(activated(x), self.per_byte), bias, gated)
+
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | PermutedGates:
+        return self._multiply(permuted_rows(stream, self.per_byte), bias, gated)
+
+    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
+        return PendingAdd(stream.residual(), next_norm, pending_add=self.linear(x, bias))
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None, gated: bool) -> Tensor | PermutedGates:
+        y = linear_codes(rows, self.weight, bias, gated)
+        return PermutedGates(y, self.weight.shape[0] // 2, self.per_byte) if gated else y
+
+
+def faster_products(
     weight: QuantisedWeight, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
 ) -> list[Product]:
     """
-    The product for a row or two, if this device has it for inputs of this dtype. `make_gemv` makes it of what
-    multiplies, as for dense weights; None if there is none for these either.
+    The products for a row or two, and for some more, if this device has them for inputs of this dtype.
+    `make_gemv` makes the first of what multiplies, as for dense weights; None if there is none for these
+    either.
     """
-    if make_gemv is None or not can_use_quantised_matvec(example_row(weight, dtype), weight):
-        return []
-    return [make_gemv(functools.partial(quantised_matvec, weight=weight))]
+    row, products = example_row(weight, dtype), []
+    if make_gemv is not None and can_use_quantised_matvec(row, weight):
+        products.append(make_gemv(functools.partial(quantised_matvec, weight=weight)))
+    if can_use_linear_codes(row, weight) and weight.shape[1] % PADDING == 0:
+        products.append(CodesProduct(weight))
+    return products
 
 
 def example_row(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:

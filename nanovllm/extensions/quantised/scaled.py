@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.quantised.kernels.quantised_linear import can_use_quantised_linear, quantised_linear
+from nanovllm.extensions.quantised.kernels.grouped_codes import can_use_linear_codes, linear_codes, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     HALF,
@@ -22,7 +22,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
     pack,
 )
-from nanovllm.extensions.quantised.products import gemv_products
+from nanovllm.extensions.quantised.products import faster_products
 from nanovllm.kernels.runtime import cdiv, use_triton
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -82,8 +82,8 @@ class Packing(NamedTuple):
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias: for some rows from the codes, for more from a weight that is converted first."""
-    if can_use_quantised_linear(x, weight):
-        return quantised_linear(x, weight, bias)
+    if can_use_linear_codes(x, weight):
+        return linear_codes(permute_k(x, weight.codes_per_byte), weight, bias)
     return F.linear(x, dequantise(weight, x.dtype), bias)
 
 
@@ -101,7 +101,7 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
-    make_gemv = None  # see `gemv_products`
+    make_gemv = None  # see `faster_products`
     zero_point = 0  # where there are no `zeros`
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
     # and whether these have one dimension.
@@ -164,7 +164,7 @@ class ScaledWeight(Weight):
         return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
-        return gemv_products(self.quantised, self.dtype, self.make_gemv)
+        return faster_products(self.quantised, self.dtype, self.make_gemv)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""

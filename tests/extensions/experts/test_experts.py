@@ -25,10 +25,10 @@ from quantised_weights import FORMATS, make_weight
 from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels import grouped_gemm, moe, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
-from nanovllm.extensions.experts.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.experts.kernels.router import max_tiles, sort_assignments
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_matvec
+from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     dequantise_torch,

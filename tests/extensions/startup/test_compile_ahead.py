@@ -10,9 +10,9 @@ import pytest
 from cases import slow
 from quantised_checkpoints import PACKERS, mxfp4, quantise
 
-from nanovllm.extensions.experts.kernels.grouped_codes import CODE_TILES
 from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES
 from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES
+from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, LINEAR_TILES
 from nanovllm.extensions.startup.compile_ahead import settle_keys
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
@@ -161,7 +161,7 @@ def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, archi
     expected = {
         "_gemv_codes_kernel": 2,
         "_grouped_mxfp4_kernel": 2 * len(MXFP4_TILES) * is_mxfp4,
-        "_grouped_codes_kernel": 2 * len(CODE_TILES) * (not is_mxfp4),
+        "_grouped_codes_kernel": 2 * (len(CODE_TILES) + len(LINEAR_TILES)) * (not is_mxfp4),  # attention's
     }
     assert {name: names.count(name) for name in expected} == expected
     assert not {"_grouped_kernel", "_gates_kernel"} & {*names}

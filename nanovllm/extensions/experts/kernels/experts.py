@@ -6,13 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.grouped_gemm import ALPHA, LIMIT
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_torch
-from nanovllm.kernels.activation import silu, silu_and_mul_torch
-from nanovllm.kernels.runtime import tl, triton
-
-# gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
-ALPHA, LIMIT = 1.702, 7.0
-ALPHA_OF_KERNELS, LIMIT_OF_KERNELS = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
+from nanovllm.kernels.activation import silu_and_mul_torch
 
 
 class ExpertWeights(NamedTuple):
@@ -55,12 +51,3 @@ def activate_torch(x: Tensor, is_clamped: bool = False) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
-
-
-@triton.jit
-def activate(gate, up, CLAMPED: tl.constexpr):
-    if CLAMPED:
-        gate = tl.minimum(gate, LIMIT_OF_KERNELS)
-        up = tl.minimum(tl.maximum(up, -LIMIT_OF_KERNELS), LIMIT_OF_KERNELS)
-        return (up + 1.0) * gate / (1.0 + tl.exp(gate * -ALPHA_OF_KERNELS))
-    return silu(gate) * up

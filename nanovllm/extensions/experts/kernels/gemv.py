@@ -7,8 +7,9 @@ and one of its experts are an *assignment*, numbered token * top_k + place.
 
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.quantised.kernels.grouped_gemm import activate
 from nanovllm.kernels.runtime import (
     cdiv,
     masked_load,

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.quantised.kernels.grouped_gemm import activate
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,

@@ -9,9 +9,9 @@ Products of 8 bits are added up with fewer bits than float32 has, which costs a 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.grouped_codes import in_order, rows_in_halves
-from nanovllm.extensions.experts.kernels.grouped_gemm import GroupedProduct, Tile, find_tile, store_tile
 from nanovllm.extensions.quantised.kernels.fp8_linear import LARGEST_CODE, SMALLEST_SCALE
+from nanovllm.extensions.quantised.kernels.grouped_codes import in_order, rows_in_halves
+from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile, find_tile, store_tile
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
     MXFP4,

@@ -9,13 +9,10 @@ from torch import Tensor
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.extensions.experts.kernels.gemv import multiply_and_sum, multiply_gates
 from nanovllm.extensions.experts.kernels.gemv_codes import multiply_and_sum_codes, multiply_gates_codes
-from nanovllm.extensions.experts.kernels.grouped_codes import CODE_TILES, multiply_codes, permuted_width
 from nanovllm.extensions.experts.kernels.grouped_gemm import (
     DENSE_TILES,
     FP8_BLOCK_TILES,
     FP8_TILES,
-    GroupedProduct,
-    Tile,
     multiply_dense,
     multiply_fp8,
 )
@@ -23,6 +20,8 @@ from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES, multi
 from nanovllm.extensions.experts.kernels.router import Chosen, sort_assignments
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, multiply_codes, permuted_width
+from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.runtime import is_on_gpu, use_triton

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_gemm import permuted
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
@@ -135,10 +136,12 @@ def add_rms_norm_quantise(
     eps: float,
     group: int | None,
     keep: bool = False,
+    per_byte: int = 0,
 ) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
     """
     As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
-    `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual.
+    `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual. On GPUs, what
+    is kept may have its columns permuted for a weight with `per_byte` codes in a byte.
     -> quantised rows or None, the sum, normalised rows or None.
     """
     x = Unscaled.of(x)
@@ -147,7 +150,7 @@ def add_rms_norm_quantise(
         values = x.scaled()
         normed, total = add_rms_norm_torch(values.sum(1) if is_sum else values, residual, weight, eps)
         return None if group is None else quantise_torch(normed, group), total, normed if keep else None
-    quantised, total, normed = _launch(x, values.shape[-1], group, residual, weight, eps, keep)
+    quantised, total, normed = _launch(x, values.shape[-1], group, residual, weight, eps, keep, per_byte)
     return quantised, values if total is None else total, normed
 
 
@@ -159,6 +162,7 @@ def _launch(
     weight: Tensor | None = None,
     eps: float = 0.0,
     keep: bool = False,
+    per_byte: int = 0,
 ) -> tuple[QuantisedRows | None, Tensor | None, Tensor | None]:
     """With a norm's weight as `add_rms_norm_quantise`, else as `quantise`. The sum is None if it is x."""
     values, rows, block = x.values, len(x.values), next_power_of_2(width)
@@ -172,7 +176,7 @@ def _launch(
         _quantise_kernel[(rows,)](
             *x, residual, weight, total, normed, *targets,
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
-            PARTS=values.shape[1:].numel() // width, WIDTH=width, BLOCK=block, GROUP=group,
+            PARTS=values.shape[1:].numel() // width, WIDTH=width, BLOCK=block, GROUP=group, PER_BYTE=per_byte,
             num_warps=max(1, min(16, block // 256)), **overlap_options(values.device),
         )  # fmt: skip
     return quantised, total, normed
@@ -212,6 +216,7 @@ def _quantise_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    PER_BYTE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -249,6 +254,8 @@ def _quantise_kernel(
         scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
         value = (value * scale).to(dtype).to(tl.float32) * gain
     if normed is not None:
+        if PER_BYTE > 0:
+            column = permuted(column, PER_BYTE)
         tl.store(normed + row * WIDTH + column, value, mask=inside)
     if codes is not None:
         _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)

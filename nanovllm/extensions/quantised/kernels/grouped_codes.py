@@ -1,16 +1,19 @@
-"""The grouped GEMM of experts whose weights are codes of 8 or 4 bits, which become bfloat16 on their way.
+"""Products of weights in codes of 8 or 4 bits, which become bfloat16 on their way: grouped GEMM, and GEMM.
 
 Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
 bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
 Since the order of the inputs does not matter if it is the same on both sides, K is permuted so that a thread
 has read what it needs (`swizzle`), and the columns of x are put in this order beforehand (`permute_k`), or
-every program would gather them two at a time.
+every program would gather them two at a time. A layer without experts is multiplied as one expert; where it
+has too few tiles to fill the GPU, several programs share the inputs of a tile, and the last one to arrive
+adds up their sums.
 """
 
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.experts.kernels.grouped_gemm import (
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     BYTES,
     GroupedProduct,
     Tile,
@@ -31,22 +34,36 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     power_of_two_bf16,
 )
 from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
     cdiv,
     masked_load,
-    next_power_of_2,
+    num_multiprocessors,
     overlap_options,
     pdl_wait,
     tl,
     triton,
+    use_triton,
 )
 
-STEP = 128  # inputs that are multiplied at once: BLOCK_K of all tiles
+PADDING = 256  # permuted inputs are filled up to a multiple of this, the largest BLOCK_K
+PERMUTED = 1024  # columns that a program permutes
+# Of experts, by the most assignments that one has on average.
 CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
+MAX_ROWS = 256  # of layers; for more, converting the weight first is faster
+# By the most rows; and how many programs a multiprocessor gets, if inputs have to be shared. With few rows
+# the steps are long, to hide how long memory takes.
+LINEAR_TILES = {
+    16: (Tile(16, 3, BLOCK_N=64, BLOCK_K=256), 4),
+    32: (Tile(32, 3, BLOCK_N=64, BLOCK_K=256), 4),
+    64: (Tile(64, 4, BLOCK_N=64), 2),
+    MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
+}
+MIN_INPUTS = 512  # of a program, where several share them
 
 
 def permuted_width(features: int) -> int:
     """How many columns inputs have when they are permuted."""
-    return cdiv(features, STEP) * STEP
+    return cdiv(features, PADDING) * PADDING
 
 
 def permute_k(x: Tensor, per_byte: int) -> Tensor:
@@ -54,13 +71,13 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
     rows, in_features = x.shape
     width = permuted_width(in_features)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    _permute_kernel[(rows,)](
+    _permute_kernel[(rows, cdiv(width, PERMUTED))](
         x,
         out,
         x.stride(0),
         IN_FEATURES=in_features,
         WIDTH=width,
-        WIDTH_PAD=next_power_of_2(width),
+        SIZE=PERMUTED,
         CODES_PER_BYTE=per_byte,
         num_warps=4,
         **overlap_options(x.device),
@@ -68,12 +85,48 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
     return out
 
 
+def permuted_columns(width: int, per_byte: int, device: torch.device) -> Tensor:
+    """Where `permute_k` puts each of so many columns, int64."""
+    columns = torch.arange(permuted_width(width), device=device).view(1, -1)
+    return permute_k(columns, per_byte)[0].argsort()[:width]
+
+
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """With top_k x is permuted for the product, without it x must be already."""
-    x = permute_k(x, weight.codes_per_byte) if product.top_k else x
+    """In the first product of experts, which has top_k, x is permuted here; in others it must be already."""
+    x = permute_k(x, weight.codes_per_byte) if product.top_k and product.sorted else x
     inputs = x, weight.tensors(torch.uint8), x.stride(0)
     changes = fewer_stages(x.device)
     product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)
+
+
+def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
+    """Whether `linear_codes` works for these rows [rows, features], and is the fastest way."""
+    is_possible = use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
+    # Earlier GPUs do not compute in bfloat16.
+    return is_possible and gpu_supports(x.device, 8, 0) and 0 < len(x) <= MAX_ROWS
+
+
+def linear_codes(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """
+    x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights become bfloat16, sums
+    are float32. If gated, the first half of the outputs are gates, the second half is what they multiply, and
+    the result [rows, permuted_width(out / 2)] is permuted as another weight of this kind wants it.
+    """
+    rows, (out_features, in_features) = len(x), weight.shape
+    tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
+    tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
+    width, gates = out_features, {}
+    if gated:
+        width, gates = permuted_width(out_features // 2), dict(top_k=1, next_per_byte=weight.codes_per_byte)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
+    steps = cdiv(in_features, tile.BLOCK_K)
+    most = min(num_multiprocessors(x.device) * programs // tiles, in_features // MIN_INPUTS)
+    tile = tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
+    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile, **gates))
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -101,10 +154,12 @@ def _grouped_codes_kernel(
     codes, scales, zeros, offsets = weight
     shifts = offsets if zeros is None else zeros  # a weight never has both
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
-    STEP: tl.constexpr = SIZES.BLOCK_K
+    STEP: tl.constexpr = SIZES.BLOCK_K  # inputs that are multiplied at once
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
     ROW_BYTES: tl.constexpr = SIZES.IN_FEATURES // PER_BYTE
     PIECE: tl.constexpr = 16 * PER_BYTE  # inputs of the codes that a thread reads at once
+    STEPS: tl.constexpr = (SIZES.IN_FEATURES + STEP * SIZES.SPLITS - 1) // (STEP * SIZES.SPLITS)
+    begin = tl.program_id(1) * (STEPS * STEP)
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1  # of a row
     # One scale for all inputs of a step is applied to its sums.
     SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and shifts is None and PER_BYTE == 1
@@ -119,24 +174,24 @@ def _grouped_codes_kernel(
     piece = (chunk * 4 + tl.arange(0, 4)[None, None, None, :]) * PIECE
     grid_row = read // TILE_ROWS * GROUPS
     k = tl.arange(0, CHUNKS * BYTES)
+    k = tl.max_contiguous(tl.multiple_of(k // BYTES * (BYTES * PER_BYTE) + k % BYTES, BYTES), BYTES)
     its_x = x + (assignment // SIZES.TOP_K)[None, :] * x_stride + k[:, None]
     # What a code stands above its number; integers of 4 bits come with 128 added.
     above: tl.constexpr = 128 if KIND == INT4 else 0
     row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
     if zeros is not None and GROUP == 0:
         row_zero = masked_load(zeros + grid_row, is_read).to(tl.float32) + above
-    # Scales of codes are asked for a step ahead.
+    # Scales are asked for a step ahead; farther ahead Triton would not pipeline the loop.
     if SCALES_SUMS:
         sums_scales = row // TILE_ROWS * GROUPS
-        next_scale = masked_load(scales + sums_scales, is_row)
+        next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        has_scale = is_read & (piece < SIZES.IN_FEATURES)
-        next_scale = masked_load(scales + grid_row + piece // GROUP, has_scale)
-        if shifts is not None:
-            next_shift = masked_load(shifts + grid_row + piece // GROUP, has_scale)
+        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
-    for start in tl.range(0, SIZES.IN_FEATURES, STEP, num_stages=SIZES.STAGES):
+    # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
+    for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
+        start = begin + step * STEP
         is_there = is_read
         if SIZES.IN_FEATURES % STEP:
             is_there = is_read & (start // PER_BYTE + byte < ROW_BYTES)
@@ -152,7 +207,7 @@ def _grouped_codes_kernel(
                 low, high = e2m1_to_bf16(found)
         else:
             low = codes_to_bf16(found, KIND)
-        scale, zero, offset = row_zero, row_zero, None
+        scale, zero, offset = row_zero, row_zero, tl.full([1, 1, 1, 1], -0.0, low.dtype)
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
             scale = _expand(scale)
@@ -160,11 +215,8 @@ def _grouped_codes_kernel(
                 zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
-            has_scale = is_read & (start + STEP + piece < SIZES.IN_FEATURES)
-            grid = grid_row + (start + STEP + piece) // GROUP
-            next_scale = masked_load(scales + grid, has_scale)
-            if shifts is not None:
-                next_shift = masked_load(shifts + grid, has_scale)
+            column = start + STEP + piece
+            next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -179,6 +231,19 @@ def _grouped_codes_kernel(
             acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = in_order(acc)
+    if SIZES.SPLITS > 1:
+        ROWS: tl.constexpr = SIZES.PARTS * SIZES.OUT_FEATURES
+        its_sums = operands.partial + assignment[None, :] * ROWS + row[:, None]
+        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * ROWS
+        tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
+        tl.debug_barrier()
+        counter = operands.counters + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < SIZES.SPLITS - 1:
+            return
+        tl.store(counter, 0)
+        acc = tl.zeros(acc.shape, tl.float32)
+        for split in range(SIZES.SPLITS):
+            acc += masked_load(its_sums + split * size, is_sum)
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
@@ -191,13 +256,13 @@ def _permute_kernel(
     x_stride,
     IN_FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
     CODES_PER_BYTE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH_PAD)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     value = masked_load(x + row * x_stride + column, column < IN_FEATURES)
     tl.store(out + row * WIDTH + permuted(column, CODES_PER_BYTE), value, mask=column < WIDTH)
 
@@ -233,6 +298,17 @@ def _rows_at(expert, block, half, place, SIZES):
 
 
 @triton.jit
+def _load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
+    """The scales of these inputs, and their zeros or offsets if there are any."""
+    place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
+    scale = masked_load(scales + place, is_there)
+    shift = scale
+    if shifts is not None:
+        shift = masked_load(shifts + place, is_there)
+    return scale, shift
+
+
+@triton.jit
 def _expand(grid):
     """[chunks, rows that a thread has, rows, 4] -> [.., BYTES], each number repeated."""
     wide = tl.broadcast_to(
@@ -244,12 +320,21 @@ def _expand(grid):
 @triton.jit
 def _to_number(codes, scale, zero, offset, HAS_ZERO, IS_SCALED):
     if HAS_ZERO:
-        codes -= zero.to(codes.dtype)
-    if offset is not None:
-        return (codes * scale + offset).to(codes.dtype)
+        codes = _multiply_add(zero.to(codes.dtype), tl.full([1, 1, 1, 1], -1.0, codes.dtype), codes)
     if IS_SCALED:
-        codes = (codes * scale).to(codes.dtype)
+        codes = _multiply_add(codes, scale, offset)
     return codes
+
+
+@triton.jit
+def _multiply_add(x, factor, added):
+    """x * factor + added in bfloat16, two an instruction, which the compiler alone does not promise."""
+    if IS_INTERPRETED:
+        return x * factor + added
+    else:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        operands = [x, factor, added]
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", operands, tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
