@@ -7,9 +7,10 @@ weights once per step is the floor.
 
 - `kernels/router.py` picks the experts and their weights; all ranks pick alike.
 - `kernels/moe.py` chooses the kernels for a step's rows, and has their torch reference.
-- `kernels/grouped_gemm.py` sorts assignments by expert and multiplies every expert's rows by one launch. The
+- `kernels/grouped_gemm.py` and `kernels/grouped_mxfp4.py` multiply the rows of all experts by one launch. The
   table that says which tile belongs to which expert stands on the device and the grid follows from sizes
-  alone, so a CUDA graph can hold it. All grouped kernels share its launcher, `find_tile` and `store_tile`.
+  alone, so a CUDA graph can hold it. What all of them share (the launcher, `find_tile`, `store_tile`) is in
+  `extensions/quantised/kernels/grouped_gemm.py`; grouped_codes.py there is for layers without experts, too.
 - `kernels/gemv.py` and `kernels/gemv_codes.py` serve a few tokens: one product an assignment.
 - `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width.
 - `config.py` has what a `config.json` says of it.

@@ -9,16 +9,16 @@ where one scale serves a scale group: a tensor, a row, a block of 128 x 128, or 
 Formats differ in the kind of value, the shape of a scale group, and how checkpoints pack them. In memory, and
 by the rows of x that a GPU multiplies in bfloat16:
 
-| format | values | besides | scales multiply | 1, 2 rows | to 128 rows | more rows |
+| format | values | besides | scales multiply | 1, 2 rows | to 256 rows | more rows |
 |---|---|---|---|---|---|---|
 | fp8, a scale a row | bytes, e4m3 | | sums | gemv | 8 bits | 8 bits |
 | fp8, blocks | bytes, e4m3 | | sums of 128 inputs | gemv | 8 bits | 8 bits |
-| int8, a scale a row | bytes, signed | zeros | sums | gemv | linear | converted |
-| NVFP4, MXFP4 by compressed-tensors | bytes, twice the number | | values | gemv | linear | converted |
-| int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | linear | converted |
-| int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | linear | converted |
-| nf4 of bitsandbytes | halves, places in a table | | values | gemv | linear | converted |
-| GGUF's types | bytes or halves | offsets, or 8 | values | gemv | linear | converted |
+| int8, a scale a row | bytes, signed | zeros | sums | gemv | codes | converted |
+| NVFP4, MXFP4 by compressed-tensors | bytes, twice the number | | values | gemv | codes | converted |
+| int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | codes | converted |
+| int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | codes | converted |
+| nf4 of bitsandbytes | halves, places in a table | | values | gemv | codes | converted |
+| GGUF's types | bytes or halves | offsets, or 8 | values | gemv | codes | converted |
 | MXFP4 | halves, e2m1 | | values | see `extensions/experts` | | |
 
 Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their low halves.
@@ -27,8 +27,9 @@ Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their 
   8.9). Here scales multiply the sums of 16 or 32 inputs, whatever the format.
 - *8 bits*, `kernels/fp8_linear.py`: from 8.9 on (blocks: 9.0), beside the residual stream; else as int8. The
   activations are quantised too, as part of the norm or activation that computes them.
-- *linear*, `kernels/quantised_linear.py`: from 8.0 on. It takes 0.8 times as long as bfloat16 for 16 rows and
-  1.5 times for 64 (docs/measurements.md); converting first would write and read a bfloat16 weight besides.
+- *codes*, `kernels/grouped_codes.py`: from 8.0 on. It wants the columns of x in another order, which the norm
+  or the activation in front of it gives them (`CodesProduct`). Mixtures of experts have the same kernel: a
+  layer is one expert, whose rows all tokens are.
 - *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in bfloat16.
 
 `dequantise_torch` is the reference of all. It also serves CPUs, in pieces; `gguf.py` has a product for them.

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
-from nanovllm.extensions.quantised.products import Fp8Product, example_row
+from nanovllm.extensions.quantised.products import Fp8Product, example_row, gemv_products
 from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Packing, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Product, Shard
@@ -87,8 +87,8 @@ class Fp8(ScaledWeight):
 
     def products(self, layer: Any) -> list[Product]:
         """In 8 bits beside a residual stream, where the norm or the activation quantises."""
-        gemv = super().products(layer)
         weight = self.quantised
+        gemv = gemv_products(weight, self.dtype, self.make_gemv)
         if layer.hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
             return gemv
         return [*gemv, Fp8Product(weight)]

@@ -24,7 +24,7 @@ from nanovllm.extensions.quantised.fp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
-from nanovllm.extensions.quantised.products import faster_products
+from nanovllm.extensions.quantised.products import codes_products, gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme
 from nanovllm.kernels import runtime
@@ -79,7 +79,7 @@ class GGUF(Weight):
     keeps_weight a CPU has it in bfloat16, too. There are no `parameters` as long as shards are missing.
     """
 
-    make_gemv = None  # see `faster_products`
+    make_gemv = None  # see `gemv_products`
     library: Any = None  # `pack` and `multiply` of weights in floats, as those have it that are not quantised
     is_stacked = False  # whether parts of it are multiplied, not the whole
 
@@ -102,7 +102,8 @@ class GGUF(Weight):
     def products(self, layer: Any) -> list[Product]:
         if [type(run) for run in self.runs] != [KernelCodes]:
             return []
-        return faster_products(self.runs[0].weight, self.dtype, self.make_gemv)
+        weight = self.runs[0].weight
+        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
 
     @property
     def quantised(self) -> Any:

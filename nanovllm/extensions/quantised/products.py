@@ -2,7 +2,9 @@
 
 A product in 8 bits wants its input quantised, which is part of what computes it: of the norm
 (`quantised_rows`) or of the activation (`Gates`). torch's library is faster without scales, so they are left
-to that kernel, too: an addition to the residual waits for the norm that follows (`PendingAdd`).
+to that kernel, too: an addition to the residual waits for the norm that follows (`PendingAdd`). A product of
+codes wants the columns of its input in another order, which is also the norm's part (`permuted_rows`), or
+that of the product in front of the activation (`PermutedGates`).
 """
 
 import functools
@@ -22,12 +24,10 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import (
 )
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
     MAX_ROWS,
-    PADDING,
     can_use_linear_codes,
     linear_codes,
-    permute_k,
-    permuted_columns,
 )
+from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k, permuted_columns
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
@@ -172,20 +172,22 @@ class CodesProduct(Product):
         return PermutedGates(y, self.weight.shape[0] // 2, self.per_byte) if gated else y
 
 
-def faster_products(
+def gemv_products(
     weight: QuantisedWeight, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
 ) -> list[Product]:
     """
-    The products for a row or two, and for some more, if this device has them for inputs of this dtype.
-    `make_gemv` makes the first of what multiplies, as for dense weights; None if there is none for these
-    either.
+    The product for a row or two, if this device has it for inputs of this dtype. `make_gemv` makes it of what
+    multiplies, as for dense weights; None if there is none for these either.
     """
-    row, products = example_row(weight, dtype), []
-    if make_gemv is not None and can_use_quantised_matvec(row, weight):
-        products.append(make_gemv(functools.partial(quantised_matvec, weight=weight)))
-    if can_use_linear_codes(row, weight) and weight.shape[1] % PADDING == 0:
-        products.append(CodesProduct(weight))
-    return products
+    if make_gemv is None or not can_use_quantised_matvec(example_row(weight, dtype), weight):
+        return []
+    return [make_gemv(functools.partial(quantised_matvec, weight=weight))]
+
+
+def codes_products(weight: QuantisedWeight, dtype: torch.dtype) -> list[Product]:
+    """The product for up to MAX_ROWS rows, if this device has it for inputs of this dtype."""
+    fits = weight.shape[1] % PADDING == 0 and can_use_linear_codes(example_row(weight, dtype), weight)
+    return [CodesProduct(weight)] if fits else []
 
 
 def example_row(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:

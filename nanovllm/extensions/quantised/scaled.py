@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.extensions.quantised.kernels.grouped_codes import can_use_linear_codes, linear_codes, permute_k
+from nanovllm.extensions.quantised.kernels.grouped_codes import can_use_linear_codes, linear_codes
+from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     HALF,
@@ -22,7 +23,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
     pack,
 )
-from nanovllm.extensions.quantised.products import faster_products
+from nanovllm.extensions.quantised.products import codes_products, gemv_products
 from nanovllm.kernels.runtime import cdiv, use_triton
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -101,7 +102,7 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
-    make_gemv = None  # see `faster_products`
+    make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
     # and whether these have one dimension.
@@ -164,7 +165,8 @@ class ScaledWeight(Weight):
         return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
-        return faster_products(self.quantised, self.dtype, self.make_gemv)
+        weight = self.quantised
+        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""

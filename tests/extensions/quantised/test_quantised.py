@@ -19,6 +19,7 @@ from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_codes, nf4
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
+from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
     dequantise,
@@ -57,7 +58,7 @@ def seeded():
 
 
 def multiply_by_codes(x: torch.Tensor, weight: QuantisedWeight, bias=None) -> torch.Tensor:
-    return grouped_codes.linear_codes(grouped_codes.permute_k(x, weight.codes_per_byte), weight, bias)
+    return grouped_codes.linear_codes(permute_k(x, weight.codes_per_byte), weight, bias)
 
 
 def matrix_of(weight: QuantisedWeight) -> torch.Tensor:
@@ -260,6 +261,7 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     expected = F.silu(gate) * value
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert isinstance(gates, PermutedGates) and error(gates.activated(), expected) < tolerance
+    assert error(stream.normalised(), normed.double()) < tolerance  # for others, in its own order
     assert error(after.residual(), total + expected @ matrix_of(down).T) < tolerance
     other = make_weight("int8, groups of 16" if "int8" not in name else "nf4", (hidden, width), device)
     y = CodesProduct(other).linear(gates, None)
@@ -373,7 +375,7 @@ from types import SimpleNamespace
 import torch, triton
 sys.path[:0] = sys.argv[1:]
 from nanovllm.kernels import runtime
-from nanovllm.extensions.quantised.kernels import grouped_codes
+from nanovllm.extensions.quantised.kernels import grouped_codes, permute_k
 from nanovllm.extensions.quantised.kernels import quantised_matvec
 from nanovllm.extensions.quantised.kernels import quantised_weight
 from quantised_weights import make_weight
@@ -396,7 +398,7 @@ runtime.compiling_for = SimpleNamespace(
 runtime.TRITON_DEVICES.add("cpu")
 for name in ("fp8, blocks", "int8, groups of 32 with offsets", "int4, groups of 128 with zeros", "nf4"):
     x, weight = torch.empty(128, 1024, dtype=torch.bfloat16), make_weight(name, (1024, 1024), "cpu")
-    grouped_codes.linear_codes(grouped_codes.permute_k(x, weight.codes_per_byte), weight)
+    grouped_codes.linear_codes(permute_k.permute_k(x, weight.codes_per_byte), weight)
     quantised_weight.dequantise(weight, torch.bfloat16)
 quantised_matvec.quantised_matvec(x[:1], weight)
 """

@@ -20,8 +20,9 @@ from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES, multi
 from nanovllm.extensions.experts.kernels.router import Chosen, sort_assignments
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, multiply_codes, permuted_width
+from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, multiply_codes
 from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
+from nanovllm.extensions.quantised.kernels.permute_k import permuted_width
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.runtime import is_on_gpu, use_triton

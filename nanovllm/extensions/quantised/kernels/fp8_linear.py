@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.grouped_gemm import permuted
+from nanovllm.extensions.quantised.kernels.permute_k import permuted
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_gemm import (
-    BYTES,
     GroupedProduct,
     Tile,
     fewer_stages,
     find_tile,
-    permuted,
     store_tile,
 )
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
+from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k, permuted_width
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     MXFP4,
@@ -38,15 +37,11 @@ from nanovllm.kernels.runtime import (
     cdiv,
     masked_load,
     num_multiprocessors,
-    overlap_options,
-    pdl_wait,
     tl,
     triton,
     use_triton,
 )
 
-PADDING = 256  # permuted inputs are filled up to a multiple of this, the largest BLOCK_K
-PERMUTED = 1024  # columns that a program permutes
 # Of experts, by the most assignments that one has on average.
 CODE_TILES = {4: Tile(16, 4), 20: Tile(32, 3), 48: Tile(64, 3), 1 << 30: Tile(128, 3, WARPS=8)}
 MAX_ROWS = 256  # of layers; for more, converting the weight first is faster
@@ -59,36 +54,6 @@ LINEAR_TILES = {
     MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
 }
 MIN_INPUTS = 512  # of a program, where several share them
-
-
-def permuted_width(features: int) -> int:
-    """How many columns inputs have when they are permuted."""
-    return cdiv(features, PADDING) * PADDING
-
-
-def permute_k(x: Tensor, per_byte: int) -> Tensor:
-    """The columns of x [rows, in_features] in the order that `multiply_codes` wants, and then zeros."""
-    rows, in_features = x.shape
-    width = permuted_width(in_features)
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    _permute_kernel[(rows, cdiv(width, PERMUTED))](
-        x,
-        out,
-        x.stride(0),
-        IN_FEATURES=in_features,
-        WIDTH=width,
-        SIZE=PERMUTED,
-        CODES_PER_BYTE=per_byte,
-        num_warps=4,
-        **overlap_options(x.device),
-    )
-    return out
-
-
-def permuted_columns(width: int, per_byte: int, device: torch.device) -> Tensor:
-    """Where `permute_k` puts each of so many columns, int64."""
-    columns = torch.arange(permuted_width(width), device=device).view(1, -1)
-    return permute_k(columns, per_byte)[0].argsort()[:width]
 
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
@@ -247,24 +212,6 @@ def _grouped_codes_kernel(
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
-
-
-@triton.jit
-def _permute_kernel(
-    x,
-    out,
-    x_stride,
-    IN_FEATURES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    CODES_PER_BYTE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    pdl_wait(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    value = masked_load(x + row * x_stride + column, column < IN_FEATURES)
-    tl.store(out + row * WIDTH + permuted(column, CODES_PER_BYTE), value, mask=column < WIDTH)
 
 
 @triton.jit

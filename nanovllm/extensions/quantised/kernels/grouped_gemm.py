@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.permute_k import permuted
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels import runtime
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wait, tl, triton
 
-BYTES = tl.constexpr(64)  # of a row of codes that four threads side by side read
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
 ALPHA_OF_KERNELS, LIMIT_OF_KERNELS = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
@@ -213,19 +213,6 @@ def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN):
         column = permuted(column, SIZES.NEXT_PER_BYTE)
     out = operands.out + tl.expand_dims(assignment, AXIS) * SIZES.OUT_WIDTH + tl.expand_dims(column, OTHER)
     tl.store(out, acc, mask=valid)
-
-
-@triton.jit
-def permuted(column, CODES_PER_BYTE: tl.constexpr):
-    """
-    Where an input stands when K is permuted. In a block, those whose codes are low halves of bytes come
-    before those of high halves; of each, two at a time are taken from the four pieces in turn.
-    """
-    BLOCK: tl.constexpr = BYTES * CODES_PER_BYTE
-    within = column % BLOCK
-    piece, within = within // (16 * CODES_PER_BYTE), within % (16 * CODES_PER_BYTE)
-    half, within = within // 16, within % 16
-    return column // BLOCK * BLOCK + half * BYTES + within // 2 * 8 + piece * 2 + within % 2
 
 
 @triton.jit
