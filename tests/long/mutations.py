@@ -829,13 +829,9 @@ MUTATIONS = [
         ),
     ),
     *mutations_of(
-        "nanovllm/extensions/quantised/mxfp4",
+        "nanovllm/extensions/quantised/fp4",
         ("self.has_whole_bricks and ", ""),
-        (
-            "torch.stack((packed & 15, packed >> 4), dim=-1)",
-            "torch.stack((packed >> 4, packed & 15), dim=-1)",
-        ),
-        ("nibbles(blocks[..., 1:]).flatten(1)", "nibbles(blocks[..., 1:]).transpose(-1, -2).flatten(1)"),
+        ("unpack(blocks[..., 1:].flatten(1))", "unpack(blocks[..., 1:].flip(-1).flatten(1))"),
         ("blocks[..., 0], shard)", "blocks[..., 0] + 1, shard)"),
     ),
     *mutations_of(
@@ -928,17 +924,15 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/bitsandbytes",
-        ("torch.stack((packed >> 4, packed & 15)", "torch.stack((packed & 15, packed >> 4)"),
-        ("ORDER.to(codes.device)[codes.int()]", "codes"),
+        ("is_high_first=True", "is_high_first=False"),
+        ("torch.uint8, ORDER\n", "torch.uint8, None\n"),
         ("shard.rows.start * inputs // 2 : shard", "0 : shard"),
-        ("[:, shard.columns]", "[:, : shard.size[1]]"),
+        ("columns=shard.columns)", "columns=slice(0, shard.size[1]))"),
         ('* scales + parts["offset"]', "* scales"),
         (".repeat_interleave(NESTED)", ".repeat(NESTED)"),
-        ("loaded[...] / self.highest", "loaded[...]"),
         ("check(torch.equal(loaded[...], TABLE)", "check(True"),
         ("choose(state, field, [value], value)", "pass"),
         ("inputs % GROUP == 0", "True"),
-        ("(TABLE[1:] + TABLE[:-1]) / 2", "TABLE[1:]"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/nf4",
@@ -948,14 +942,18 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp4",
-        ("scales * factor if self.source == MODELOPT else", "scales * factor if True else"),
-        ("        self.factors = []\n\n    def _load_halves", "\n    def _load_halves"),
-        ("(packed & 15, packed >> 4)", "(packed >> 4, packed & 15)"),
-        ("codes[:, start % 2 : start % 2 + stop - start]", "codes[:, : stop - start]"),
-        ("self.scales, scales / 2, shard", "self.scales, scales, shard"),
+        ("torch.mul if self.source == MODELOPT else", "torch.mul if True else"),
+        ("        self.factors.fill_(1)\n", ""),
+        ("else scales) / 2", "else scales)"),
         ("(scales - 127).exp2()", "(scales - 126).exp2()"),
-        ("self.factors.append((shard.place, factor", "self.factors.append((slice(None), factor"),
-        ("0 < float(factor) < torch.inf", "0 <= float(factor)"),
+        ("self.factors[shard.place] = factor", "self.factors[:] = factor"),
+        ("0 < factor < torch.inf", "0 <= factor"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/quantised/scaled",
+        ("low, high = codes & 15, codes >> 4", "high, low = codes & 15, codes >> 4"),
+        ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
+        ("(table[1:] + table[:-1]) / 2", "table[1:]"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/pickled",
@@ -1043,7 +1041,7 @@ MUTATIONS = [
         ("return name[3:]", "return name"),
         ('"FP8_PER_CHANNEL_PER_TOKEN": (1, 0)', '"FP8_PER_CHANNEL_PER_TOKEN": ONE_TILE'),
         (', "k_scale", "v_scale"', ""),
-        ('self.has_flat_scales = source == "modelopt"', "self.has_flat_scales = True"),
+        ("self.has_flat_scales = source == MODELOPT", "self.has_flat_scales = True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/untrusted",
@@ -1052,6 +1050,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/integers",
+        ("stored / self.highest if", "stored if"),
         ("                zeros = zeros & 15\n", "                pass\n"),
         (
             "            if self.bits == 4:\n                zeros",
@@ -1060,16 +1059,13 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",
-        ("codes.sub_(1 << bits - 1)", "codes.sub_(7)"),
-        ("torch.cat((steps & 63, (rest >> 4)", "torch.cat((steps & 63, (rest & 15)"),
-        (
-            "return floats(scale) * scales, -floats(step) * steps",
-            "return floats(scale) * scales, floats(step) * steps",
-        ),
-        ("torch.stack((pairs & 15, pairs >> 4), dim=-2)", "torch.stack((pairs >> 4, pairs & 15), dim=-2)"),
-        ("steps = scales_and_steps & 15, scales_and_steps >> 4", "steps = [scales_and_steps & 15] * 2"),
-        ("fields(third, 1) << 2).view(torch.int8).sub_(4)", "fields(third, 1) << 2).view(torch.int8)"),
-        ("(nibbles(low), fields(high, 2)))", "(nibbles(low), fields(high, 2).flip(-1)))"),
+        ("integers.sub_(self.middle) if", "integers.sub_(self.middle - 1) if"),
+        ("fields(end, 4, 4) | tops << 4", "fields(end, 4, 4).roll(4, -1) | tops << 4"),
+        ("            floats[..., 1:, :].neg_()", "            pass"),
+        ("found.append(rest & (1 << bits) - 1)", "found.insert(0, rest & (1 << bits) - 1)"),
+        ("(floats.shape[-2], -1))", "(floats.shape[-2], -1)).flip(-2)"),
+        ("PackedIntegers(PAIRS, (1, 32), 4)", "PackedIntegers(PAIRS, (1, 32), 0)"),
+        ("PackedIntegers((4, 1), (2, 1), 32)", "PackedIntegers((4, 1), (2, 2), 32)"),
         ("-127, -104, -83,", "-127, -104, -84,"),
     ),
     *mutations_of(
@@ -1084,7 +1080,7 @@ MUTATIONS = [
             "groupby(pieces, lambda piece: piece[:2])",
             "groupby(pieces, lambda piece: (piece[0], piece[1][:2]))",
         ),
-        ("and (runtime.HAVE_TRITON or not on_gpu)", ""),
+        ("runtime.HAVE_TRITON and dtype in", "dtype in"),
         ("zeros = zeros / 17  #", "pass  #"),
         (
             "if self.weight is not None and len(x) >= SOME_ROWS",

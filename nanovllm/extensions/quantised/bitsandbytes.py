@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised import integers
+from nanovllm.extensions.quantised.integers import BITSANDBYTES, Int8
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.extensions.quantised.scaled import ScaledWeight
-from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, same_for_all
+from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -26,52 +26,33 @@ GROUP = 64  # weights that share a scale
 NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
 TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
-MIDDLES = (TABLE[1:] + TABLE[:-1]) / 2
 
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of bitsandbytes says. Raises ValueError naming the field."""
-    if choose(config, "load_in_8bit", [True, False], False):
-        format = Format(Int8, {})
+    if choose(config, "load_in_8bit", FLAGS, False):
+        format = Format(Int8, {"stored_tile": (1, 0), "source": BITSANDBYTES})
     else:
         choose(config, "bnb_4bit_quant_type", ["nf4"], "fp4")
-        is_nested = choose(config, "bnb_4bit_use_double_quant", [True, False], False)
+        is_nested = choose(config, "bnb_4bit_use_double_quant", FLAGS, False)
         format = Format(NF4, {"is_nested": is_nested})
     return same_for_all(format, listed(config, "llm_int8_skip_modules"))
-
-
-class Int8(integers.Int8):
-    """Of a row its largest number is stored, for which 127 stands."""
-
-    has_flat_scales = True
-
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards, (1, 0), integers.PLAIN)
-        self.stored = {"weight": self.stored["weight"], "SCB": StoredTensor(self._load_largest)}
-        self.stored["weight_format"] = StoredTensor(_check_layout, True)
-
-    def _load_largest(self, loaded: Any, shard: Shard) -> None:
-        self.load_scales(loaded[...] / self.highest, shard, {torch.float32})
-
-
-def _check_layout(loaded: Any, shard: Shard) -> None:
-    check_stored(loaded, (), {torch.uint8})
-    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
 
 
 class NF4(ScaledWeight):
     """`weight` uint8 [out, in / 2], codes in the order of NUMBERS; `scales` float32."""
 
-    code_dtype = torch.uint8
+    code_dtype, kept_codes = torch.uint8, ORDER
     lowest, highest = -1.0, 1.0
-    has_flat_scales = True
+    packing = Packing(torch.uint8, 4, is_high_first=True)
+    stored_scales, has_flat_scales = {torch.float32}, True
 
     def __init__(self, shards: dict[Any, Shard], is_nested: bool):
         super().__init__(shards, (1, GROUP))
         self._parts: dict[int, dict[str, Any]] = {}  # of what scales are made, by a shard's first row
         self.stored = {
             "weight": StoredTensor(self._load_halves),
-            "weight.absmax": StoredTensor(functools.partial(self.load_scales, dtypes={torch.float32})),
+            "weight.absmax": StoredTensor(self.load_scales),
             "weight.quant_map": StoredTensor(_check_table),
             "weight.quant_state.bitsandbytes__nf4": StoredTensor(self._load_state),
         }
@@ -86,7 +67,7 @@ class NF4(ScaledWeight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""
-        return ORDER.to(values.device)[torch.bucketize(values, MIDDLES.to(values.device))]
+        return nearest(values, NUMBERS)
 
     def _load_halves(self, loaded: Any, shard: Shard) -> None:
         """[out * in / 2, 1], the first code of a byte in its high half."""
@@ -94,26 +75,30 @@ class NF4(ScaledWeight):
         check(inputs % GROUP == 0, f"inputs must be a multiple of {GROUP}", inputs)
         check_stored(loaded, (rows * inputs // 2, 1), {torch.uint8})
         packed = loaded[shard.rows.start * inputs // 2 : shard.rows.stop * inputs // 2]
-        packed = packed.view(-1, inputs // 2).to(self.weight.device)
-        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)[:, shard.columns]
-        self.set_codes(shard.place, ORDER.to(codes.device)[codes.int()])
+        part = Shard((shard.size[0], inputs), columns=shard.columns)
+        part.place = shard.place
+        self.load_codes(packed.view(-1, inputs // 2), part)
 
     def _load_state(self, loaded: Any, shard: Shard) -> None:
         """JSON, of which only the offset is news."""
         check_stored(loaded, (min(MAX_STATE, math.prod(loaded.shape)),), {torch.uint8})
         state = json.loads(bytes(loaded[...].tolist()))
         check(isinstance(state, dict), "must be an object", state)
-        expected = {"quant_type": "nf4", "blocksize": GROUP, "shape": [*shard.shape]}
-        for field, value in (expected | {"nested_blocksize": NESTED}).items():
+        expected = {"quant_type": "nf4", "blocksize": GROUP, "nested_blocksize": NESTED}
+        for field, value in expected.items():
             choose(state, field, [value], value)
+        choose(state, "shape", [[*shard.shape]], [*shard.shape])
         offset = state.get("nested_offset", 0)
         check(is_number(offset, float), "nested_offset must be a number", offset)
         self._keep("offset", offset, shard)
 
     def _load_part(self, loaded: Any, shard: Shard, name: str) -> None:
-        groups = math.prod(shard.shape) // GROUP
-        size = {"absmax": groups, "nested_absmax": cdiv(groups, NESTED)}.get(name, NESTED)
-        check_stored(loaded, (size,), {torch.uint8 if name == "absmax" else torch.float32})
+        size, dtype = NESTED, torch.float32
+        if name == "absmax":
+            size, dtype = math.prod(shard.shape) // GROUP, torch.uint8
+        elif name == "nested_absmax":
+            size = cdiv(math.prod(shard.shape), GROUP * NESTED)
+        check_stored(loaded, (size,), {dtype})
         self._keep(name, loaded[...], shard)
 
     def _keep(self, name: str, value: Any, shard: Shard) -> None:

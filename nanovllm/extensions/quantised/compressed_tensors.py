@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.extensions.quantised.fp4 import GROUPS, MXFP4, NVFP4, Fp4
-from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.fp8 import BLOCK, Fp8
 from nanovllm.extensions.quantised.integers import PACKED, PLAIN, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scheme import (
+    FLAGS,
     Format,
     Scheme,
     choose,
@@ -15,14 +16,13 @@ from nanovllm.extensions.quantised.scheme import (
     names_in,
     refuse,
 )
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check
 
 FLOATS, NAIVE = "float-quantized", "naive-quantized"
 TYPES = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
 TYPES |= {NVFP4: ["float"], MXFP4: ["float"]}
 STRATEGIES = {NVFP4: "tensor_group", MXFP4: "group"}  # of 4-bit floating point
 CLASS = "Linear"  # what transformers calls our layers
-BLOCK = [128, 128]
 
 
 def read_compressed_tensors(config: dict[str, Any]) -> Scheme:
@@ -32,8 +32,8 @@ def read_compressed_tensors(config: dict[str, Any]) -> Scheme:
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         refuse(config, "sparsity_config")
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
-        raise ValueError(f"config_groups must be an object of objects, got {shown(groups)}")
+    are_objects = isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values())
+    check(groups and are_objects, "config_groups must be an object of objects", groups)
     formats: dict[str, Format] = {}
     for name, group in groups.items():
         try:
@@ -52,16 +52,19 @@ def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
     """Which of the targets is a layer's name, or else the first pattern of it in the order of their texts."""
     names = set(targets)
     patterns = {name: pattern(field, name[3:], name[3:]) for name in sorted(names) if name.startswith("re:")}
-    return lambda name: (
-        name if name in names else next((each for each in patterns if patterns[each].match(name)), None)
-    )
+
+    def find(name: str) -> str | None:
+        if name in names:
+            return name
+        return next((each for each in patterns if patterns[each].match(name)), None)
+
+    return find
 
 
 def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
     format = choose({"format": group.get("format") or config.get("format")}, "format", TYPES)
     weights = group.get("weights")
-    if not isinstance(weights, dict):
-        raise ValueError(f"weights must be an object, got {shown(weights)}")
+    check(isinstance(weights, dict), "weights must be an object", weights)
     try:
         return _read_weights(format, weights)
     except ValueError as error:
@@ -70,15 +73,14 @@ def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
 
 def _read_weights(format: str, weights: dict[str, Any]) -> Format:
     kind = choose(weights, "type", TYPES[format], "int")
+    refuse(weights, "dynamic")
     if format in STRATEGIES:
         expected = {"num_bits": 4, "strategy": STRATEGIES[format], "group_size": GROUPS[format]}
         for field, value in expected.items():
             choose(weights, field, [value])
         choose(weights, "symmetric", [True], True)
-        refuse(weights, "dynamic")
         return Format(Fp4, {"source": format})
     bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
-    refuse(weights, "dynamic")
     tiles = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 0)}
     if kind == "float":
         tiles["block"] = tuple(BLOCK)
@@ -88,7 +90,7 @@ def _read_weights(format: str, weights: dict[str, Any]) -> Format:
         choose(weights, "block_structure", [BLOCK])
     orders = [None, False, "static", "weight", *(["group", "dynamic"] if bits == 4 else [])]
     order = choose(weights, "actorder", orders)
-    is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else [True, False], True)
+    is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else FLAGS, True)
     if kind == "float":
         return Format(Fp8, {"stored_tile": tile, "source": FLOATS})
     source = PACKED if format == PACKED else PLAIN

@@ -8,10 +8,10 @@ from typing import Any
 
 from nanovllm.extensions.quantised.bitsandbytes import read_bitsandbytes
 from nanovllm.extensions.quantised.compressed_tensors import read_compressed_tensors
+from nanovllm.extensions.quantised.fp4 import read_mxfp4
 from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8, read_modelopt
 from nanovllm.extensions.quantised.gguf import read_gguf
 from nanovllm.extensions.quantised.gptq import make_int4, read_awq, read_gptq
-from nanovllm.extensions.quantised.mxfp4 import read_mxfp4
 from nanovllm.extensions.quantised.scheme import Scheme, choose
 
 # From the `quant_method` of a checkpoint's `quantization_config` to what reads the rest of it.

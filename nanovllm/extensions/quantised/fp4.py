@@ -1,19 +1,30 @@
-"""Weights in 4-bit floating point (e2m1) by compressed-tensors and modelopt: NVFP4 and MXFP4.
+"""Weights in 4-bit floating point (e2m1): NVFP4 and MXFP4.
 
-NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two for 32 inputs. Twice
-the number of a code is an integer, which is kept in a byte: kernels have 8-bit codes for any group of 16.
+NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32
+inputs. Of compressed-tensors and modelopt, twice the number of a code is kept: that is an integer, and
+kernels have 8-bit codes for any group of 16. Experts in MXFP4, of gpt-oss and of GGUF files, keep their
+codes, for kernels of their own. Source: OCP's Microscaling Formats specification.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import E2M1
-from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight
-from nanovllm.kernels.runtime import cdiv
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    BLOCK,
+    E2M1,
+    HALF,
+    QuantisedWeight,
+    in_bricks,
+    unpack,
+)
+from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
+from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+from nanovllm.utils.loader import StoredTensor, check_stored
 from nanovllm.utils.validation import check
 
 NVFP4, MXFP4, MODELOPT = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "modelopt"
@@ -21,53 +32,124 @@ GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
 # What checkpoints call the codes, the matrix's factor, and what is not needed.
 NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
 OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
-TWICE = torch.tensor([2 * number for number in E2M1 + [-number for number in E2M1]], dtype=torch.int8)
+LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
+NUMBERS = E2M1 + [-number for number in E2M1]  # by their codes
+TWICE = torch.tensor([2 * number for number in NUMBERS], dtype=torch.int8)
 
 
 class Fp4(ScaledWeight):
     """`weight` int8 [out, in], twice the codes' numbers; `scales` float32, half of the checkpoint's."""
 
-    code_dtype = torch.int8
+    code_dtype, kept_codes = torch.int8, TWICE
+    packing = Packing(torch.uint8, 4)
     lowest, highest = -12.0, 12.0
 
     def __init__(self, shards: dict[Any, Shard], source: str):
         super().__init__(shards, (1, GROUPS[source]))
         self.source = source
-        self.factors: list[tuple[slice, Tensor]] = []  # of which rows
+        self.factors = torch.ones(self.shape[0], 1, dtype=torch.float32)
+        self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
         codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
         self.stored = {
-            codes: StoredTensor(self._load_halves),
-            "weight_scale": StoredTensor(self._load_scales),
+            codes: StoredTensor(self.load_codes),
+            "weight_scale": StoredTensor(self.load_scales),
             ignored: IGNORED,
         }
         if source != MXFP4:
             self.stored[factor] = StoredTensor(self._load_factor)
 
     def finish(self) -> None:
-        for rows, factor in self.factors:
-            scales = self.scales.data[rows]
-            scales.copy_(scales * factor if self.source == MODELOPT else scales / factor)
-        self.factors = []
+        combine = torch.mul if self.source == MODELOPT else torch.div
+        combine(self.scales.data, self.factors, out=self.scales.data)
+        self.factors.fill_(1)
 
-    def _load_halves(self, loaded: Any, shard: Shard) -> None:
-        """[out, in / 2], the first code of a byte in its low half."""
-        rows, inputs = shard.shape
-        check_stored(loaded, (rows, inputs // 2), {torch.uint8})
-        start, stop = shard.columns.start, shard.columns.stop
-        packed = loaded[shard.rows, start // 2 : cdiv(stop, 2)].to(self.weight.device)
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        codes = codes[:, start % 2 : start % 2 + stop - start]
-        self.set_codes(shard.place, TWICE.to(codes.device)[codes.int()])
-
-    def _load_scales(self, loaded: Any, shard: Shard) -> None:
-        is_exponent = self.source == MXFP4
-        self._check_grid(loaded, shard, {torch.uint8 if is_exponent else torch.float8_e4m3fn})
-        scales = loaded[...].float()
-        scales = (scales - 127).exp2() if is_exponent else scales
-        check_finite(self._load_grid(self.scales, scales / 2, shard))
+    def read_scales(self, stored: Tensor) -> Tensor:
+        scales = stored.float()
+        return ((scales - 127).exp2() if self.source == MXFP4 else scales) / 2
 
     def _load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})
-        factor = loaded[...].reshape(())
-        check(0 < float(factor) < torch.inf, "must hold a number above 0", float(factor))
-        self.factors.append((shard.place, factor.to(self.scales.device)))
+        factor = float(loaded[...])
+        check(0 < factor < torch.inf, "must hold a number above 0", factor)
+        self.factors[shard.place] = factor
+
+
+def read_mxfp4(config: dict[str, Any]) -> Scheme:
+    """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {})
+    return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
+
+
+class Mxfp4(ScaledWeight):
+    """
+    `weight` uint8 [out, in / 2], as of `Int4`, `scales` float8_e8m0fnu. On Hopper GPUs `finish` brings both
+    into bricks for activations of 16 bits, and `largest` is the largest scale of each row.
+    """
+
+    code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
+    lowest, highest = -6.0, 6.0
+    packing = Packing(torch.uint8, 4)
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards, (1, BLOCK))
+        self.product_dtype = torch.float32
+        self.largest: Tensor | None = None
+        # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
+        self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
+        self.stored = {
+            "blocks": StoredTensor(self._load_blocks),
+            "scales": StoredTensor(self.load_scales),
+        }
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(largest=self.largest)
+
+    def finish(self) -> None:
+        weight, properties = self.quantised, gpu_properties(self.weight.device)
+        can_be_packed = self.has_whole_bricks and weight.can_be_read() and self.dtype.itemsize == 2
+        if properties and properties.major == 9 and can_be_packed:
+            weight = in_bricks(weight)
+            self.weight.data, self.scales.data = weight.codes, weight.scales
+            self.largest = weight.largest
+
+    def _load_blocks(self, loaded: Tensor, shard: Shard) -> None:
+        """[rows, groups, bytes of a group]."""
+        rows, inputs = shard.shape
+        check_stored(loaded, (rows, inputs // BLOCK, HALF), {torch.uint8})
+        self.load_codes(loaded.flatten(1), shard)
+
+    def load_scales(self, loaded: Tensor, shard: Shard) -> None:
+        self._check_grid(loaded, shard, {torch.uint8})
+        if (loaded > LARGEST_SCALE).any():
+            raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
+        self._load_grid(self.scales.view(torch.uint8), loaded, shard)
+
+    def choose_scales(self, tiles: Tensor) -> Tensor:
+        """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
+        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
+        return torch.exp2(largest.log2().floor() - 2)
+
+    def round(self, values: Tensor) -> Tensor:
+        """To codes, not numbers."""
+        return nearest(values.abs(), E2M1) + 8 * (values < 0)
+
+
+class Mxfp4Blocks(Mxfp4):
+    """
+    Of GGUF files, whose `weight` has blocks of a scale and the codes of 32 inputs: of a byte, the low half is
+    one of the first 16, the high half one of the others.
+    """
+
+    def __init__(self, shards: dict[Any, Shard]):
+        super().__init__(shards)
+        self.stored = {"weight": StoredTensor(self._load)}
+
+    def _load(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, shard.shape)
+        if not hasattr(loaded, "encoded"):
+            raise ValueError("is MXFP4, which no adapter can change")
+        encoded = torch.from_numpy(np.array(loaded.encoded)).to(self.weight.device)
+        blocks = encoded.unflatten(1, (-1, 1 + HALF))
+        self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
+        self.load_scales(blocks[..., 0], shard)

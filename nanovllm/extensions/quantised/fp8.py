@@ -4,7 +4,6 @@ The format of Qwen's and DeepSeek's checkpoints (`quant_method` "fp8", blocks of
 compressed-tensors', two of NVIDIA's modelopt, and made here from weights of more bits.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -12,14 +11,13 @@ import torch
 from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
 from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
 from nanovllm.extensions.quantised.products import Fp8Product, example_row, gemv_products
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Packing, ScaledWeight
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor
-from nanovllm.utils.validation import shown
 
 EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
-BLOCK = 128
+BLOCK = [128, 128]
 MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
 MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"  # what it says of activations is not needed
 
@@ -29,9 +27,7 @@ def read_fp8(config: dict[str, Any]) -> Scheme:
     choose(config, "fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
     choose(config, "activation_scheme", ["dynamic", "static"], "dynamic")
     choose(config, "scale_fmt", ["float", "ue8m0"], "float")
-    block = config.get("weight_block_size")
-    if block not in (None, [BLOCK, BLOCK]):
-        raise ValueError(f"weight_block_size = {shown(block)} is not supported; supported: [128, 128], null")
+    block = choose(config, "weight_block_size", [None, BLOCK])
     # AutoFP8 has no such field, and another name for its scales.
     source = "fp8" if "weight_block_size" in config else "AutoFP8"
     format = Format(Fp8, {"stored_tile": tuple(block or ONE_TILE), "source": source})
@@ -68,22 +64,21 @@ class Fp8(ScaledWeight):
     """`weight` float8_e4m3fn [out, in], `scales` float32."""
 
     code_dtype, highest = torch.float8_e4m3fn, 448.0
+    packing = Packing(torch.float8_e4m3fn, 8)
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
         super().__init__(shards, stored_tile)
         if source == "floats":
-            self.stored = {"weight": StoredTensor(self.load_floats)}
             return
         self.stored = {"weight": StoredTensor(self._load_weight)}
         # The last three are of keys and values.
         names = "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"
         self.stored |= dict.fromkeys(names, IGNORED)
         name = "weight_scale_inv" if source == "fp8" else "weight_scale"
-        # Of whatever dtype they are, products are rounded only once.
-        exact = functools.partial(self.load_scales, dtypes=EXPONENTS)
-        self.has_flat_scales = source == "modelopt"
-        is_exact = source in ("fp8", "AutoFP8", "modelopt")
-        self.stored[name] = StoredTensor(exact if is_exact else self.load_scales)
+        self.stored[name] = StoredTensor(self.load_scales)
+        self.has_flat_scales = source == MODELOPT
+        if source in ("fp8", "AutoFP8", MODELOPT):
+            self.stored_scales = EXPONENTS  # of whatever dtype they are, products are rounded only once
 
     def _load_weight(self, loaded: Any, shard: Shard) -> None:
         self.load_codes(loaded, shard)

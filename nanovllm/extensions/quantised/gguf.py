@@ -1,7 +1,6 @@
 """GGUF's types, kept packed on GPUs, where kernels multiply them, and where a CPU computes in bfloat16.
 
-For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs,
-`_weight_int4pack_mm_for_cpu`:
+For CPUs torch has a product for codes of 4 bits in groups of 32, 64, ... inputs, of which each stands for
 (code - 8) * scale + zero, with scale and zero in the dtype of the activations, which is the only rounding.
 Codes of more bits are two digits in one group: 16 * x is multiplied by the high one and x by the low one, so
 that both have the same scale. The product is made for few rows. For more, oneDNN's on the converted weight is
@@ -21,23 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.extensions.quantised.fp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
-from nanovllm.extensions.quantised.mxfp4 import Mxfp4Blocks
 from nanovllm.extensions.quantised.products import codes_products, gemv_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
-from nanovllm.extensions.quantised.scheme import Format, Scheme, same_for_all
+from nanovllm.extensions.quantised.scheme import Format, Scheme
 from nanovllm.kernels import runtime
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
-# The types that stay packed: bits of a code.
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
-BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-BITS |= {"IQ4_NL": 8, "IQ4_XS": 8}  # of what their codes stand for
+BITS = {kind: type_.bits for kind, type_ in TYPES.items()}  # of a code, by the types that stay packed
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
+# By digits: what codes have added, and how often a zero is added.
+MIDDLES, TIMES = {1: 8, 2: 8 * 16 + 8}, {1: 1, 2: 16 + 1}
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
 MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
@@ -51,16 +49,18 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
     All layers are loaded by `GGUF` where its products are fast, else none; but experts in MXFP4, which has
     kernels of its own, always stay so.
     """
-    on_gpu = torch.get_default_device().type == "cuda" or runtime.compiling_for is not None
-    dtypes = {torch.bfloat16, torch.float16} if on_gpu else {torch.bfloat16}
-    is_fast = torch.get_default_dtype() in dtypes and (runtime.HAVE_TRITON or not on_gpu)
-    # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
-    has_room = not on_gpu and 4 * config.get("num_weights", 0) <= host_memory() // 2
-    format, experts = Format(GGUF, {"keeps_weight": has_room}), Format(Mxfp4Blocks, {})
-    if not config.get("has_mxfp4_experts"):
-        return same_for_all(format, lambda name: not is_fast)
+    dtype, on_gpu = torch.get_default_dtype(), torch.get_default_device().type == "cuda"
+    has_room = False
+    if on_gpu or runtime.compiling_for is not None:
+        is_fast = runtime.HAVE_TRITON and dtype in (torch.bfloat16, torch.float16)
+    else:
+        is_fast = dtype == torch.bfloat16
+        # Codes, their scales and weights in bfloat16 take less than 4 bytes each.
+        has_room = 4 * config.get("num_weights", 0) <= host_memory() // 2
+    format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
-    return Scheme([format, experts], lambda name: experts if ".experts." in name else others)
+    experts = Format(Mxfp4Blocks, {}) if config.get("has_mxfp4_experts") else others
+    return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
 
 
 def host_memory() -> int:
@@ -89,8 +89,9 @@ class GGUF(Weight):
         self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
-        self.runs: list[Any] = []
-        self._waiting: dict[int, list[Piece]] = {shard.place.start: [] for shard in shards.values()}
+        self.runs = []
+        # By a shard's first row: its pieces, or if it is stacked the matrix that is still to be read.
+        self._found = {shard.place.start: [] for shard in shards.values()}
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # Kernels that are compiled ahead are so before anything is loaded.
@@ -99,10 +100,10 @@ class GGUF(Weight):
         return y if bias is None else y + bias
 
     def products(self, layer: Any) -> list[Product]:
-        if len(self.runs) == 1 and isinstance(self.runs[0], KernelCodes):
-            weight = self.runs[0].weight
-            return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
-        return []
+        if [type(run) for run in self.runs] != [KernelCodes]:
+            return []
+        weight = self.runs[0].weight
+        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
 
     @property
     def quantised(self) -> Any:
@@ -117,33 +118,31 @@ class GGUF(Weight):
 
     def _load(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, shard.shape)
-        waits = self.is_stacked and hasattr(loaded, "joined")
-        self._waiting[shard.place.start] = [(loaded, shard)] if waits else self._read(loaded, shard)
-        if not all(self._waiting.values()):
+        self._found[shard.place.start] = [(loaded, shard)] if self.is_stacked else self._read(loaded, shard)
+        if not all(self._found.values()):
             return
-        in_order, self._waiting = chain.from_iterable(self._waiting.values()), {}  # as `shards` are
-        self.runs = join(self._pieces(in_order))
+        pieces = chain.from_iterable(self._found.values())  # in the order of `shards`
+        self._found = {}
+        if self.is_stacked:
+            pieces = chain.from_iterable(starmap(self._read, joined(pieces)))
+        self.runs = join(pieces)
         if self.is_stacked and len(self.runs) > 1:
             weight = torch.cat([run.dequantise().to(self.dtype) for run in self.runs])
             self.runs = [Converted((None,), weight)]
-        tensors = [tensor for run in self.runs for tensor in run.tensors]
+        tensors = chain.from_iterable(run.tensors for run in self.runs)
         self.parameters = {str(i): tensor for i, tensor in enumerate(tensors)}
 
-    def _pieces(self, in_order: Iterable[Any]) -> Iterator["Piece"]:
-        """From pieces, and from matrices that are still to be read."""
-        for is_read, members in groupby(in_order, lambda each: isinstance(each, Piece)):
-            found = [*members]
-            yield from found if is_read else chain.from_iterable(starmap(self._read, joined(found)))
-
     def _read(self, loaded: Any, shard: Shard) -> list["Piece"]:
-        cut, kind = shard.columns, getattr(getattr(loaded, "quantisation", None), "name", None)
-        if kind in BITS and cut.start % BLOCK == cut.stop % BLOCK == 0:
+        columns = shard.columns
+        kind = getattr(getattr(loaded, "quantisation", None), "name", None)
+        if kind in BITS and columns.start % BLOCK == columns.stop % BLOCK == 0:
+            groups = loaded.groups(shard.rows, columns)
             if torch.device(loaded.device).type == "cuda":
-                return [pack_for_kernels(groups, kind) for groups in loaded.groups(shard.rows, cut)]
+                return [pack_for_kernels(each, kind) for each in groups]
             if shard.size[0] % LANES == 0:
                 library = self.library if self.keeps_weight else None
-                return [pack(groups, kind, library) for groups in loaded.groups(shard.rows, cut)]
-        values = loaded[shard.rows, cut].to(torch.get_default_dtype())
+                return [pack(each, kind, library) for each in groups]
+        values = loaded[shard.rows, columns].to(torch.get_default_dtype())
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
 
@@ -151,13 +150,19 @@ class GGUF(Weight):
 def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]:
     """
     Neighbours of one type as one matrix, JOINED bytes at a time: one by one, the experts of eight layers of
-    Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES.
+    Qwen3-30B-A3B took a GPU 20 s. A CPU packs LANES rows together, so it joins only whole LANES. What an
+    adapter changes stays apart.
     """
-    for (_, size, columns), members in groupby(
-        matrices, lambda each: (each[0].quantisation, each[1].size, each[1].columns)
-    ):
+
+    def facts(tensor: Any, shard: Shard) -> tuple:
+        return getattr(tensor, "quantisation", None), shard.size, shard.columns
+
+    for (type_, size, columns), members in groupby(matrices, lambda each: facts(*each)):
         members = [*members]
-        first = members[0][0]
+        if type_ is None:
+            yield from members
+            continue
+        first, _ = members[0]
         count = max(1, JOINED // max(first.encoded.nbytes, 1))
         if torch.device(first.device).type == "cpu" and size[0] % LANES:
             count = 1
@@ -216,17 +221,17 @@ class PackedCodes:
     is for more rows than the codes are multiplied with fast.
     """
 
-    def __init__(self, facts: tuple[int, int, Any], packed: Tensor, pairs: Tensor):
+    def __init__(self, facts: tuple, packed: Tensor, pairs: Tensor):
         self.digits, self.group, self.library = facts
         self.shape = len(packed), pairs.shape[1] * self.group
-        self.packed, self.scales_and_zeros = packed, pairs.transpose(0, 1).contiguous()
-        self.tensors = self.packed, self.scales_and_zeros
+        self.packed = packed
+        self.scales_and_zeros = pairs.transpose(0, 1).contiguous()
         self.places = torch.tensor([[16.0], [1.0]], dtype=torch.bfloat16)  # what the digits stand for
-        self.weight: Tensor | None = None
+        self.weight = None
         if self.library is not None and is_readable():
             self.weight = self.library.pack(self.dequantise())
-        if self.weight is not None:
-            self.tensors += (self.weight,)
+        tensors = self.packed, self.scales_and_zeros, self.weight
+        self.tensors = [tensor for tensor in tensors if tensor is not None]
 
     def multiply(self, x: Tensor) -> Tensor:
         if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
@@ -234,14 +239,15 @@ class PackedCodes:
         if len(x) >= MANY_ROWS[self.digits] and is_readable():
             return torch.cat([x @ columns for columns in self._columns()], dim=-1)
         if self.digits == 2:
-            x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
-        size, pairs = self.digits * self.group, self.scales_and_zeros
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, size, pairs)
+            groups = x.unflatten(-1, (-1, 1, self.group))
+            x = (groups * self.places).flatten(1)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return multiply(x.contiguous(), self.packed, self.digits * self.group, self.scales_and_zeros)
 
     def part(self, rows: slice) -> "PackedCodes":
         """The same for these rows, which begin and end with a whole number of LANES."""
-        facts, pairs = (self.digits, self.group, None), self.scales_and_zeros[:, rows].transpose(0, 1)
-        return PackedCodes(facts, self.packed[rows], pairs)
+        pairs = self.scales_and_zeros[:, rows].transpose(0, 1)
+        return PackedCodes((self.digits, self.group, None), self.packed[rows], pairs)
 
     @property
     def readable_group(self) -> int:
@@ -250,8 +256,7 @@ class PackedCodes:
 
     def groups(self) -> Groups:
         """Codes int8 [outputs, groups, inputs], their scales and offsets, if these can be read."""
-        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
-        codes = unpack(self.packed.view(-1, *size)).permute(0, 3, 1, 2).flatten(0, 1)
+        codes = unpack(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
         scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
         if self.digits == 1:
             return Groups((codes - 8).view(torch.int8), scales, zeros)
@@ -260,27 +265,31 @@ class PackedCodes:
     def dequantise(self) -> Tensor:
         return torch.cat([columns.t() for columns in self._columns()])
 
+    def _blocks(self) -> Tensor:
+        """The packed codes by LANES outputs, as `unpack` takes them."""
+        num_groups = len(self.scales_and_zeros)
+        return self.packed.view(-1, num_groups, self.digits, self.group, LANES // 2)
+
     def _columns(self) -> Iterator[Tensor]:
         """The weights transposed, bfloat16 [in, outputs], some outputs after the others."""
-        size = len(self.scales_and_zeros), self.digits, self.group, LANES // 2
-        blocks = max(1, PIECE // (len(self.scales_and_zeros) * self.group) // LANES)
-        pieces = self.packed.view(-1, *size).split(blocks)
-        for pairs, numbers in zip(pieces, self.scales_and_zeros.split(blocks * LANES, 1), strict=True):
-            codes = unpack(pairs).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+        step = max(1, PIECE // self.shape[1] // LANES)
+        pieces = self._blocks().split(step)
+        pairs = self.scales_and_zeros.split(step * LANES, 1)
+        for packed, numbers in zip(pieces, pairs, strict=True):
+            codes = unpack(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+            codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
             scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
-            middle, times = (8, 1) if self.digits == 1 else (8 * 16 + 8, 16 + 1)
-            yield torch.addcmul(zeros * times, codes.to(torch.bfloat16).sub_(middle), scales).flatten(0, 1)
+            weights = torch.addcmul(zeros * TIMES[self.digits], codes, scales)
+            yield weights.flatten(0, 1)
 
 
-def unpack(pairs: Tensor) -> Tensor:
+def unpack(packed: Tensor) -> Tensor:
     """
     The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
     outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
     """
-    if pairs.shape[2] == 1:
-        return torch.cat((pairs & 15, pairs >> 4), dim=-1).squeeze(2)
-    high, low = pairs.unbind(2)
-    return torch.cat((high << 4 | low & 15, high & 240 | low >> 4), dim=-1)
+    digits = torch.cat((packed & 15, packed >> 4), dim=-1).unbind(2)
+    return digits[0] if len(digits) == 1 else digits[0] << 4 | digits[1]
 
 
 @functools.cache
@@ -313,8 +322,8 @@ class KernelCodes:
     def __init__(self, facts: tuple, codes: Tensor, scales: Tensor, *offsets: Tensor):
         group, zero_point, *_ = facts
         self.tensors = codes, scales, *offsets
-        shape, tile = (len(codes), scales.shape[1] * group), (1, group)
-        self.weight = QuantisedWeight(codes, shape, scales, tile, None, zero_point, *offsets)
+        shape = len(codes), scales.shape[1] * group
+        self.weight = QuantisedWeight(codes, shape, scales, (1, group), None, zero_point, *offsets)
 
     def multiply(self, x: Tensor) -> Tensor:
         return multiply_by_kernels(x, self.weight, None)
@@ -326,10 +335,12 @@ class KernelCodes:
 class Converted:
     """Weights in the dtype of the model, in the library's layout if it has one."""
 
-    def __init__(self, facts: tuple[Any], weight: Tensor):
+    def __init__(self, facts: tuple, weight: Tensor):
         [library] = facts
+        self.weight, self.product = weight, F.linear
         packed = None if library is None else library.pack(weight)
-        self.weight, self.product = (weight, F.linear) if packed is None else (packed, library.multiply)
+        if packed is not None:
+            self.weight, self.product = packed, library.multiply
         self.tensors = (self.weight,)
 
     def multiply(self, x: Tensor) -> Tensor:

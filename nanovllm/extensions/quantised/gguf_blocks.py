@@ -7,7 +7,6 @@ decode. Values are bit for bit ggml's, as the order of float32 operations is the
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,8 @@ PIECES = {"cpu": 2**20, "cuda": 2**25}
 ROWS = 64  # a piece is a multiple of so many rows, or the last one
 # What the codes of 4 bits of IQ4_NL and IQ4_XS stand for: the smaller, the closer together.
 IQ4_CODES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+
+Parts = dict[str, Tensor]  # of blocks, by name: uint8 [..., bytes]
 
 
 class Groups(NamedTuple):
@@ -44,6 +45,134 @@ class Groups(NamedTuple):
         return Groups(*(each if each is None else each[:, groups] for each in self))
 
 
+class PackedIntegers(NamedTuple):
+    """
+    How a part of a block holds integers. `low` is how many bits a byte has of each, and how many bytes go
+    together: these hold first the lowest bits of all of theirs, then the next ones. What `high` says of
+    another part are the integers' upper bits. A `middle` is added to integers that have a sign.
+    """
+
+    low: tuple[int, int]
+    high: tuple[int, int] | None = None
+    middle: int | None = None
+
+    def __call__(self, parts: Parts, name: str) -> Tensor:
+        """uint8, or int8 where there is a middle, [..., integers]."""
+        integers = fields(parts[name], *self.low)
+        if self.high is not None:
+            integers |= fields(parts[f"{name}_high"], *self.high) << self.low[0]
+        if self.middle is None:
+            return integers
+        integers = integers.view(torch.int8)
+        return integers.sub_(self.middle) if self.middle else integers
+
+
+def fields(packed: Tensor, bits: int, run: int) -> Tensor:
+    """Bytes [..., n] to their fields of so many bits: of every `run` of them first the lowest ones."""
+    if bits == 8:
+        return packed
+    rest, found = packed.unflatten(-1, (-1, run)), []
+    for _ in range(bits, 8, bits):
+        found.append(rest & (1 << bits) - 1)
+        rest = rest >> bits
+    return torch.stack([*found, rest], dim=-2).flatten(-3)
+
+
+def six_bits(parts: Parts, name: str) -> Tensor:
+    """
+    Eight multiples for scales and eight for offsets. Of both the first four have 6 bits in the first eight
+    bytes. The others have 4 bits in the last four bytes, and 2 in the tops of the first.
+    """
+    start, end = parts[name].split([8, 4], -1)
+    first, tops = fields(start, 6, 8).chunk(2, -1)
+    others = fields(end, 4, 4) | tops << 4
+    both = torch.stack((first, others), -2).unflatten(-1, (2, 4))
+    return both.transpose(-3, -2).flatten(-3)
+
+
+class Type(NamedTuple):
+    """
+    The values of a block, and the bytes of its parts, in their order: "floats", which are the scale and
+    perhaps the offset in float16, "codes", and where it has several groups the "multiples" of these that are
+    theirs. `numbers` are what codes stand for that are places in a table.
+    """
+
+    values: int
+    parts: dict[str, int]
+    codes: PackedIntegers
+    multiples: Callable[[Parts, str], Tensor] | None = None
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def bits(self) -> int:
+        """Of a code, or of what it stands for."""
+        high_bits, _ = self.codes.high or (0, 0)
+        return self.codes.low[0] + high_bits if self.numbers is None else 8
+
+    def decode(self, blocks: Tensor) -> Groups:
+        """Of uint8 [rows, blocks, bytes]."""
+        split = blocks.split([*self.parts.values()], -1)
+        parts = dict(zip(self.parts, split, strict=True))
+        codes = self.codes(parts, "codes")
+        if self.numbers is not None:
+            table = torch.tensor(self.numbers, dtype=torch.int8, device=codes.device)
+            codes = table[codes.int()]
+        floats = parts["floats"].contiguous().view(torch.float16)
+        floats = floats.float().unsqueeze(-1)  # [..., 1 or 2, 1]
+        if self.multiples is not None:
+            multiples = self.multiples(parts, "multiples")
+            floats = floats * multiples.unflatten(-1, (floats.shape[-2], -1))
+            floats[..., 1:, :].neg_()  # these offsets are subtracted
+        codes = codes.unflatten(-1, (floats.shape[-1], -1))
+        return Groups(*(each.flatten(1, 2) for each in (codes, *floats.unbind(-2))))
+
+
+BYTES = PackedIntegers((8, 1), middle=0)
+NIBBLES, LONG_NIBBLES, PAIRS = (4, 16), (4, 32), (2, 32)
+
+TYPES = {
+    "Q8_0": Type(32, {"floats": 2, "codes": 32}, BYTES),
+    "Q4_0": Type(32, {"floats": 2, "codes": 16}, PackedIntegers(NIBBLES, middle=8)),
+    "Q4_1": Type(32, {"floats": 4, "codes": 16}, PackedIntegers(NIBBLES)),
+    "Q5_0": Type(32, {"floats": 2, "codes_high": 4, "codes": 16}, PackedIntegers(NIBBLES, (1, 1), 16)),
+    "Q5_1": Type(32, {"floats": 4, "codes_high": 4, "codes": 16}, PackedIntegers(NIBBLES, (1, 1))),
+    "Q4_K": Type(256, {"floats": 4, "multiples": 12, "codes": 128}, PackedIntegers(LONG_NIBBLES), six_bits),
+    "Q5_K": Type(
+        256,
+        {"floats": 4, "multiples": 12, "codes_high": 32, "codes": 128},
+        PackedIntegers(LONG_NIBBLES, (1, 32)),
+        six_bits,
+    ),
+    "Q6_K": Type(
+        256,
+        {"codes": 128, "codes_high": 64, "multiples": 16, "floats": 2},
+        PackedIntegers((4, 64), PAIRS, 32),
+        BYTES,
+    ),
+    "Q2_K": Type(
+        256, {"multiples": 16, "codes": 64, "floats": 4}, PackedIntegers(PAIRS), PackedIntegers(NIBBLES)
+    ),
+    "Q3_K": Type(
+        256,
+        {"codes_high": 32, "codes": 64, "multiples": 8, "multiples_high": 4, "floats": 2},
+        PackedIntegers(PAIRS, (1, 32), 4),
+        PackedIntegers((4, 8), (2, 4), 32),
+    ),
+    "IQ4_NL": Type(32, {"floats": 2, "codes": 16}, PackedIntegers(NIBBLES), numbers=IQ4_CODES),
+    "IQ4_XS": Type(
+        256,
+        {"floats": 2, "multiples_high": 2, "multiples": 4, "codes": 128},
+        PackedIntegers(NIBBLES),
+        PackedIntegers((4, 1), (2, 1), 32),
+        IQ4_CODES,
+    ),
+}
+
+
 def decode_groups(encoded: np.ndarray, kind: str, device: torch.device) -> Iterator[Groups]:
     """Rows of blocks, uint8 [rows, bytes], as groups on a device: some rows after the others."""
     type_ = TYPES[kind]
@@ -52,8 +181,8 @@ def decode_groups(encoded: np.ndarray, kind: str, device: torch.device) -> Itera
     for start in range(0, rows, step):
         # torch wants to be able to write.
         piece = np.require(encoded[start : start + step], requirements="CW")
-        blocks = torch.from_numpy(piece).to(device).view(len(piece), width // type_.bytes, type_.bytes)
-        yield Groups(*(each if each is None else each.flatten(1, 2) for each in type_.decode(blocks)))
+        blocks = torch.from_numpy(piece).to(device)
+        yield type_.decode(blocks.unflatten(1, (width // type_.bytes, type_.bytes)))
 
 
 def decode_values(encoded: np.ndarray, kind: str, device: torch.device) -> Tensor:
@@ -66,122 +195,3 @@ def decode_values(encoded: np.ndarray, kind: str, device: torch.device) -> Tenso
         groups.write(values[start : start + len(groups.codes)])
         start += len(groups.codes)
     return values.view(*shape, values.shape[1])
-
-
-def floats(pair: Tensor) -> Tensor:
-    """A float16 number, [..., 2 bytes], as float32 [..., 1]."""
-    return pair.contiguous().view(torch.float16).float()
-
-
-def nibbles(pairs: Tensor) -> Tensor:
-    """Bytes [..., n] to their low halves and their high halves: [..., 2, n]."""
-    return torch.stack((pairs & 15, pairs >> 4), dim=-2)
-
-
-def fields(packed: Tensor, bits: int) -> Tensor:
-    """Bytes [..., n] to their fields of so many bits, the lowest of all bytes first: [..., 8 // bits, n]."""
-    return torch.stack([(packed >> shift) & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-2)
-
-
-def decode_short(blocks: Tensor, bits: int, has_offset: bool = False) -> Groups:
-    """
-    Blocks of one group of 32: a scale, perhaps an offset, of codes of 5 bits the fifth ones, and the rest.
-    Without an offset codes of less than 8 bits have half of their range added.
-    """
-    offset_end = 4 if has_offset else 2
-    codes_start = offset_end + (4 if bits == 5 else 0)
-    scale, offset, fifth, codes = blocks.tensor_split([2, offset_end, codes_start], -1)
-    if bits < 8:
-        codes = nibbles(codes).flatten(-2)
-    if bits == 5:  # a byte of them has those of eight neighbours
-        codes.bitwise_or_(fields(fifth, 1).transpose(-1, -2).flatten(-2) << 4)
-    codes = codes.unsqueeze(-2)
-    if has_offset:
-        return Groups(codes, floats(scale), floats(offset))
-    codes = codes.view(torch.int8)
-    return Groups(codes.sub_(1 << bits - 1) if bits < 8 else codes, floats(scale))
-
-
-def decode_long(blocks: Tensor, bits: int) -> Groups:
-    """Blocks of eight groups of 32 with offsets, of codes of 4 or 5 bits."""
-    scale, step, packed, fifth, pairs = blocks.tensor_split([2, 4, 16, blocks.shape[-1] - 128], -1)
-    codes = nibbles(pairs.unflatten(-1, (4, 32))).flatten(-3, -2)
-    if bits == 5:
-        codes.bitwise_or_(fields(fifth, 1) << 4)
-    return Groups(codes, *_scales_and_offsets(scale, step, packed))
-
-
-def decode_q6_k(blocks: Tensor) -> Groups:
-    pairs, upper, scales, scale = blocks.split([128, 64, 16, 2], -1)
-    high = fields(upper.unflatten(-1, (2, 32)), 2).flatten(-2)  # [..., 2, 128]
-    codes = (high << 4).bitwise_or_(nibbles(pairs.unflatten(-1, (2, 64))).flatten(-2))
-    codes = codes.view(torch.int8).sub_(32).flatten(-2).unflatten(-1, (16, 16))
-    return Groups(codes, floats(scale) * scales.view(torch.int8))
-
-
-def decode_q2_k(blocks: Tensor) -> Groups:
-    scales_and_steps, packed, scale, step = blocks.split([16, 64, 2, 2], -1)
-    codes = fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
-    scales, steps = scales_and_steps & 15, scales_and_steps >> 4
-    return Groups(codes, floats(scale) * scales, -floats(step) * steps)
-
-
-def decode_q3_k(blocks: Tensor) -> Groups:
-    third, packed, low, high, scale = blocks.split([32, 64, 8, 4, 2], -1)  # third: of a code's bits
-    codes = fields(packed.unflatten(-1, (2, 32)), 2).flatten(-3, -2)  # [..., 8, 32]
-    codes = codes.bitwise_or_(fields(third, 1) << 2).view(torch.int8).sub_(4)
-    scales = nibbles(low).flatten(-2) | fields(high, 2).flatten(-2) << 4
-    return Groups(codes.flatten(-2).unflatten(-1, (16, 16)), floats(scale) * (scales.view(torch.int8) - 32))
-
-
-def decode_iq4_nl(blocks: Tensor) -> Groups:
-    scale, pairs = blocks.split([2, 16], -1)
-    return Groups(look_up(pairs.unsqueeze(-2)), floats(scale))
-
-
-def decode_iq4_xs(blocks: Tensor) -> Groups:
-    scale, high, low, pairs = blocks.split([2, 2, 4, 128], -1)
-    # A byte has the bits of neighbouring groups: [..., 8].
-    low, high = (each.transpose(-1, -2).flatten(-2) for each in (nibbles(low), fields(high, 2)))
-    scales = (low | high << 4).view(torch.int8) - 32
-    return Groups(look_up(pairs.unflatten(-1, (8, 16))), floats(scale) * scales)
-
-
-def look_up(pairs: Tensor) -> Tensor:
-    """The codes that bytes [..., 16] stand for, int8 [..., 32]: those of their low halves come first."""
-    return torch.tensor(IQ4_CODES, dtype=torch.int8, device=pairs.device)[nibbles(pairs).flatten(-2).int()]
-
-
-def _scales_and_offsets(scale: Tensor, step: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Of eight groups, whose multiples of the block's scale and step have 6 bits: those of the first four in the
-    first eight bytes' low bits. The last four have 4 bits each in the last bytes, and 2 in the others' tops.
-    """
-    scales, steps, rest = packed.split(4, -1)
-    scales = torch.cat((scales & 63, (rest & 15) | (scales >> 2) & 48), -1)
-    steps = torch.cat((steps & 63, (rest >> 4) | (steps >> 2) & 48), -1)
-    return floats(scale) * scales, -floats(step) * steps
-
-
-class Type(NamedTuple):
-    """Values and bytes of a block, and what decodes uint8 [rows, blocks, bytes] to [rows, blocks, ...]."""
-
-    values: int
-    bytes: int
-    decode: Callable[[Tensor], Groups]
-
-
-TYPES = {
-    "Q8_0": Type(32, 34, partial(decode_short, bits=8)),
-    "Q4_0": Type(32, 18, partial(decode_short, bits=4)),
-    "Q4_1": Type(32, 20, partial(decode_short, bits=4, has_offset=True)),
-    "Q5_0": Type(32, 22, partial(decode_short, bits=5)),
-    "Q5_1": Type(32, 24, partial(decode_short, bits=5, has_offset=True)),
-    "Q4_K": Type(256, 144, partial(decode_long, bits=4)),
-    "Q5_K": Type(256, 176, partial(decode_long, bits=5)),
-    "Q6_K": Type(256, 210, decode_q6_k),
-    "Q2_K": Type(256, 84, decode_q2_k),
-    "Q3_K": Type(256, 110, decode_q3_k),
-    "IQ4_NL": Type(32, 18, decode_iq4_nl),
-    "IQ4_XS": Type(256, 136, decode_iq4_xs),
-}

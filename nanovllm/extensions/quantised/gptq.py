@@ -7,6 +7,8 @@ from typing import Any
 from nanovllm.extensions.quantised.integers import AWQ, FLOATS, GPTQ, Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.extensions.quantised.scheme import (
+    FLAGS,
+    MAX_PATTERNS,
     Format,
     Scheme,
     choose,
@@ -16,7 +18,7 @@ from nanovllm.extensions.quantised.scheme import (
     refuse,
     same_for_all,
 )
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 MADE_GROUP = 32  # of inputs, where the weights are quantised here
 
@@ -26,9 +28,9 @@ def read_gptq(config: dict[str, Any]) -> Scheme:
     kind = {4: Int4, 8: Int8}[choose(config, "bits", [4, 8])]
     is_auto_round = config["quant_method"] == "auto-round"
     choose(config, "packing_format", ["auto_round:auto_gptq"] if is_auto_round else [None])
-    has_order = choose(config, "desc_act", [True, False], False)
+    has_order = choose(config, "desc_act", FLAGS, False)
     settings = {"stored_tile": (1, choose_group(config)), "source": GPTQ}
-    settings["is_symmetric"] = choose(config, "sym", [True, False], True)
+    settings["is_symmetric"] = choose(config, "sym", FLAGS, True)
     settings["has_order"] = has_order
     # Version 1, which AutoRound writes too, holds zero points less 1.
     version = choose(config, "checkpoint_format", ["gptq", "gptq_v2"], "gptq")
@@ -40,8 +42,8 @@ def read_gptq(config: dict[str, Any]) -> Scheme:
 def _exceptions(config: dict[str, Any]) -> Callable[[str], bool]:
     """Which layers GPTQ's or AutoRound's fields leave out."""
     rules = config.get("dynamic") or config.get("extra_config") or {}
-    if not isinstance(rules, dict) or len(rules) > 2**12:
-        raise ValueError(f"dynamic and extra_config must be objects, got {shown(rules)}")
+    is_object = isinstance(rules, dict) and len(rules) <= MAX_PATTERNS
+    check(is_object, "dynamic and extra_config must be objects", rules)
     left_out, plain = [], set()
     for name, rule in rules.items():
         if name.startswith("-:"):

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, ScaledWeight
-from nanovllm.kernels.runtime import cdiv
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, Packing, ScaledWeight
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.validation import check
 
 # Where the integers come from: the formats of compressed-tensors, others, and weights in floating point.
 PLAIN, PACKED, GPTQ, AWQ, FLOATS = "int-quantized", "pack-quantized", "gptq", "awq", "floats"
+BITSANDBYTES = "bitsandbytes"
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
 WHOLE = slice(None), slice(None)
-SIGN = 0x80
 SHRINKS = [1.0, 0.95, 0.9, 0.85, 0.8]  # scales that are tried: large weights may be cut off for the others
 
 
@@ -43,7 +43,8 @@ class Integers(ScaledWeight):
     ):
         super().__init__(shards, stored_tile)
         self.source, self.added_to_zeros = source, added_to_zeros
-        self.is_transposed = source in (GPTQ, AWQ)
+        if source == BITSANDBYTES:
+            self.stored_scales, self.has_flat_scales = {torch.float32}, True
         if not is_symmetric:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=self.code_dtype)
         self.order: Tensor | None = None
@@ -51,66 +52,55 @@ class Integers(ScaledWeight):
             self.order = self._parameter("order", self.shape[1], dtype=torch.int64)
             self.order.data.copy_(torch.arange(self.shape[1]))
         self._found_order: Tensor | None = None
-        words, scales = StoredTensor(self._load_words), StoredTensor(self.load_scales)
+        codes, scales = StoredTensor(self.load_codes), StoredTensor(self.load_scales)
         zeros, order = StoredTensor(self._load_zeros), StoredTensor(self._load_order, not has_order)
-        if source == FLOATS:
-            self.stored = {"weight": StoredTensor(self.load_floats)}
-        elif self.is_transposed:
-            self.stored = {"qweight": words, "scales": scales, "qzeros": zeros}
-            if source == GPTQ:
-                self.stored |= {"g_idx": order, "bias": StoredTensor(_check_zeros, True)}
-        else:
-            self.stored = {"weight_scale": scales, "input_scale": IGNORED, "input_zero_point": IGNORED}
-            if source == PLAIN:
-                self.stored["weight"] = StoredTensor(self.load_codes)
-            else:
-                shape = StoredTensor(_check_shape, True)
-                self.stored |= {"weight_packed": words, "weight_shape": shape, "weight_g_idx": order}
-            if not is_symmetric:
-                self.stored["weight_zero_point"] = zeros
+        awq = {"qweight": codes, "scales": scales, "qzeros": zeros}
+        plain = {"weight_scale": scales, "input_scale": IGNORED, "input_zero_point": IGNORED}
+        if not is_symmetric:
+            plain["weight_zero_point"] = zeros
+        shape = StoredTensor(_check_shape, True)
+        self.stored = {
+            FLOATS: self.stored,
+            BITSANDBYTES: {
+                "weight": codes,
+                "SCB": scales,
+                "weight_format": StoredTensor(_check_layout, True),
+            },
+            AWQ: awq,
+            GPTQ: awq | {"g_idx": order, "bias": StoredTensor(_check_zeros, True)},
+            PLAIN: plain | {"weight": codes},
+            PACKED: plain | {"weight_packed": codes, "weight_shape": shape, "weight_g_idx": order},
+        }[source]
+        words = Packing(torch.int32, self.bits)
+        self.packing = {
+            PACKED: words,
+            GPTQ: words._replace(axis=0, turn=-1),
+            AWQ: words._replace(order=AWQ_ORDER, turn=-1),
+        }.get(source, Packing(torch.int8, self.bits))
 
     # Products
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().multiply(x if self.order is None else x[..., self.order], bias)
+        if self.order is not None:
+            x = x[..., self.order]
+        return super().multiply(x, bias)
 
     def products(self, layer: Any) -> list[Product]:
         return super().products(layer) if self.order is None else []
 
     # Loading
 
-    def _load_words(self, loaded: Any, shard: Shard) -> None:
-        turn = slice(None, None, -1 if self.is_transposed else 1)
-        shape, cut = shard.shape[turn], (shard.rows, shard.columns)[turn]
-        codes = self._read_words(loaded, shape, cut, int(self.source != GPTQ))
-        self.set_codes(shard.place, codes.t() if self.is_transposed else codes)
-
-    def _read_words(self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, slice], axis: int) -> Tensor:
-        """A cut of a matrix of codes of this shape, of which neighbours along an axis are an int32."""
-        size = 32 // self.bits
-        start, stop, _ = cut[axis].indices(shape[axis])
-        packed, place = [*shape], [*cut]
-        packed[axis], place[axis] = cdiv(shape[axis], size), slice(start // size, cdiv(stop, size))
-        check_stored(loaded, tuple(packed), {torch.int32})
-        words = loaded[tuple(place)].to(self.weight.device)
-        words = words if axis else words.t()
-        # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
-        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-        else:
-            codes = (codes ^ SIGN).view(torch.int8)
-        if self.source == AWQ:
-            codes = codes.unflatten(1, (-1, size))[:, :, AWQ_ORDER].flatten(1)
-        codes = codes[:, start % size : start % size + stop - start]
-        return codes if axis else codes.t()
+    def read_scales(self, stored: Tensor) -> Tensor:
+        """bitsandbytes stores a row's largest number, for which 127 stands."""
+        return stored / self.highest if self.source == BITSANDBYTES else stored
 
     def _load_zeros(self, loaded: Any, shard: Shard) -> None:
         if self.source == PLAIN or self.stored_tile == ONE_TILE:
             self._check_grid(loaded, shard, {torch.int8})
             zeros = loaded[...] + self.zero_point
         else:
-            zeros = self._read_words(loaded, self._stored_grid(shard), WHOLE, int(self.is_transposed))
+            packing = self.packing._replace(axis=int(self.packing.turn < 0))
+            zeros = packing.read(loaded, self._stored_grid(shard), WHOLE, self.weight.device)
         if self.added_to_zeros:
             zeros = zeros + self.added_to_zeros  # those of 8 bits wrap by themselves
             if self.bits == 4:
@@ -183,6 +173,11 @@ def _check_shape(loaded: Any, shard: Shard) -> None:
     check_stored(loaded, (2,), {torch.int64, torch.int32})
     if tuple(loaded[:].tolist()) != shard.shape:
         raise ValueError(f"holds {loaded[:].tolist()}, expected {list(shard.shape)}")
+
+
+def _check_layout(loaded: Any, shard: Shard) -> None:
+    check_stored(loaded, (), {torch.uint8})
+    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
 
 
 def _check_zeros(loaded: Any, shard: Shard) -> None:

@@ -113,13 +113,16 @@ class Fp8Product(Product):
         self.weight = weight
 
     def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
-        return self._multiply(self._quantised(x), bias, gated)
+        rows = self._quantised(x)
+        return self._multiply(rows, bias, gated)
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
-        return self._multiply(quantised_rows(stream, self.weight.group), bias, gated)
+        rows = quantised_rows(stream, self.weight.group)
+        return self._multiply(rows, bias, gated)
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        y = fp8_linear(self._quantised(x), self.weight, bias, leave_scales=True)
+        rows = self._quantised(x)
+        y = fp8_linear(rows, self.weight, bias, leave_scales=True)
         return PendingAdd(stream.residual(), next_norm, pending_add=y)
 
     def _quantised(self, x: Any) -> QuantisedRows:

@@ -6,8 +6,8 @@ every cut, so that each of them lies in one of the checkpoint's.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,53 @@ PIECE = 2**22  # weights that are converted at a time
 ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
 SMALLEST = 1e-7  # scale: tiles of zeros must not have 0, in float16 either
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
+SIGN = 0x80
 # What a checkpoint says of activations is not needed.
 IGNORED = StoredTensor(lambda loaded, shard: None, True)
+
+
+class Packing(NamedTuple):
+    """
+    Codes of so many bits in integers of this dtype, which hold neighbours along an axis of the matrix. Where
+    they have another `order` it says from which place each of them comes. `turn` is -1 if the matrix has its
+    inputs first, else 1.
+    """
+
+    dtype: torch.dtype
+    bits: int
+    axis: int = 1
+    order: Sequence[int] | slice = slice(None)
+    is_high_first: bool = False  # of a byte with two codes
+    turn: int = 1
+
+    def read(
+        self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, ...], device: torch.device
+    ) -> Tensor:
+        """
+        A cut of a matrix of codes of this shape. Several in an integer become uint8, of 8 bits int8: there
+        the middle of their range stands for 0. Only the integers of the cut are read.
+        """
+        size = 8 * self.dtype.itemsize // self.bits
+        start, stop, _ = cut[self.axis].indices(shape[self.axis])
+        stored, place = [*shape], [*cut]
+        stored[self.axis] = cdiv(shape[self.axis], size)
+        place[self.axis] = slice(start // size, cdiv(stop, size))
+        check_stored(loaded, tuple(stored), {self.dtype})
+        words = loaded[tuple(place)]
+        if size == 1:
+            return words
+        words = words.to(device).movedim(self.axis, 1)
+        # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
+        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        if self.bits == 4:
+            low, high = codes & 15, codes >> 4
+            halves = (high, low) if self.is_high_first else (low, high)
+            codes = torch.stack(halves, dim=-1).flatten(1)
+        else:
+            codes = (codes ^ SIGN).view(torch.int8)
+        codes = codes.unflatten(1, (-1, size))[:, :, self.order].flatten(1)
+        first = start % size
+        return codes[:, first : first + stop - start].movedim(1, self.axis)
 
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
@@ -57,10 +102,14 @@ class ScaledWeight(Weight):
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
     lowest: float
     highest: float
-    has_flat_scales = False  # whether a checkpoint's scales have one dimension
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
-    is_transposed = False  # whether checkpoints have inputs first
+    # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
+    # and whether these have one dimension.
+    packing: Packing
+    kept_codes: Tensor | None = None
+    stored_scales = SCALES
+    has_flat_scales = False
 
     def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
@@ -68,18 +117,20 @@ class ScaledWeight(Weight):
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
         self.stored_tile = stored_tile
-        rows = math.gcd(
-            stored_tile[0], *(cut for s in shards.values() for cut in (s.place.start, s.rows.start))
-        )
-        columns = math.gcd(stored_tile[1], *(s.columns.start for s in shards.values()))
-        rows, columns = rows or self.shape[0], min(columns, self.shape[1]) or self.shape[1]
-        self.tile = (1 if columns == self.shape[1] else rows), columns  # a scale a row costs next to nothing
-        self.product_dtype: torch.dtype | None = None  # as long as no scales are loaded
-        grid = [cdiv(size, tile) for size, tile in zip(self.shape, self.tile, strict=True)]
+        parts, (height, width) = shards.values(), self.shape
+        cuts = [cut.start for part in parts for cut in (part.place, part.rows)]
+        rows = math.gcd(stored_tile[0], *cuts) or height
+        columns = math.gcd(stored_tile[1], *(part.columns.start for part in parts))
+        columns = min(columns, width) or width
+        self.tile = (1 if columns == width else rows), columns  # a scale a row costs next to nothing
+        self.product_dtype = None  # as long as no scales are loaded
+        grid = cdiv(height, self.tile[0]), cdiv(width, columns)
         self.scales = self._parameter("scales", *grid, dtype=self.scale_dtype or self.dtype)
-        self.zeros: nn.Parameter | None = None
-        width = self.shape[1] if self.code_dtype != torch.uint8 else cdiv(self.shape[1], BLOCK) * HALF
-        self.weight = self._parameter("weight", self.shape[0], width, dtype=self.code_dtype)
+        self.zeros = None
+        if self.code_dtype == torch.uint8:
+            width = cdiv(width, BLOCK) * HALF
+        self.weight = self._parameter("weight", height, width, dtype=self.code_dtype)
+        self.stored = {"weight": StoredTensor(self.load_floats)}
 
     def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
@@ -91,9 +142,15 @@ class ScaledWeight(Weight):
     @property
     def quantised(self) -> QuantisedWeight:
         """What kernels need to know."""
-        dtype = self.product_dtype or self.scales.dtype
-        scales = self.scales, self.tile, self.zeros, self.zero_point
-        return QuantisedWeight(self.weight, self.shape, *scales, product_dtype=dtype)
+        return QuantisedWeight(
+            self.weight,
+            self.shape,
+            self.scales,
+            self.tile,
+            self.zeros,
+            self.zero_point,
+            product_dtype=self.product_dtype or self.scales.dtype,
+        )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
@@ -103,7 +160,8 @@ class ScaledWeight(Weight):
         outputs = []
         for rows in self.pieces(self.shape[0]):
             piece = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
-            outputs.append(F.linear(x, piece, None if bias is None else bias[rows]))
+            its_bias = None if bias is None else bias[rows]
+            outputs.append(F.linear(x, piece, its_bias))
         return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
@@ -112,24 +170,29 @@ class ScaledWeight(Weight):
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
-        step = cdiv(max(1, PIECE // self.shape[1]), self.tile[0]) * self.tile[0]
-        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        height = self.tile[0]
+        step = cdiv(max(1, PIECE // self.shape[1]), height) * height
+        for start in range(0, num_rows, step):
+            yield slice(start, min(start + step, num_rows))
 
     # Loading
 
     def load_codes(self, loaded: Any, shard: Shard) -> None:
-        """Those that a checkpoint has as they are here."""
-        check_stored(loaded, shard.shape, {self.code_dtype})
-        self.set_codes(shard.place, loaded[shard.rows, shard.columns])
+        cut, turn = (shard.rows, shard.columns), self.packing.turn
+        codes = self.packing.read(loaded, shard.shape[::turn], cut[::turn], self.weight.device)
+        codes = self._turned(codes)
+        if self.kept_codes is not None:
+            codes = self.kept_codes.to(codes.device)[codes.int()]
+        self.set_codes(shard.place, codes)
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:
         """Store the codes of these rows, [rows, in]."""
         codes = codes.to(self.code_dtype)
         self.weight.data[rows] = pack(codes) if self.code_dtype == torch.uint8 else codes
 
-    def load_scales(self, loaded: Any, shard: Shard, dtypes: set = SCALES) -> None:
-        self._check_grid(loaded, shard, dtypes)
-        if dtypes is SCALES:  # products are rounded to their dtype: one matrix cannot have two
+    def load_scales(self, loaded: Any, shard: Shard) -> None:
+        self._check_grid(loaded, shard, self.stored_scales)
+        if self.stored_scales is SCALES:  # products are rounded to their dtype: one matrix cannot have two
             if self.product_dtype not in (None, loaded.dtype):
                 raise ValueError(
                     f"dtype {loaded.dtype}, but a part of the same matrix has {self.product_dtype}"
@@ -137,7 +200,11 @@ class ScaledWeight(Weight):
             self.product_dtype = loaded.dtype
             if self.scale_dtype is None:
                 self.scales.data = self.scales.data.to(loaded.dtype)
-        check_finite(self._load_grid(self.scales, loaded, shard))
+        check_finite(self._load_grid(self.scales, self.read_scales(loaded[...]), shard))
+
+    def read_scales(self, stored: Tensor) -> Tensor:
+        """What a checkpoint's scales mean."""
+        return stored
 
     def _check_grid(self, loaded: Any, shard: Shard, dtypes: set) -> None:
         height, width = self.stored_tile
@@ -153,31 +220,36 @@ class ScaledWeight(Weight):
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
         pairs = zip(shard.shape, self.stored_tile, strict=True)
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
-        return grid[::-1] if self.is_transposed else grid
+        return grid[:: self.packing.turn]
 
-    def _load_grid(self, target: Tensor, loaded: Any, shard: Shard) -> Tensor:
+    def _turned(self, matrix: Tensor) -> Tensor:
+        return matrix if self.packing.turn == 1 else matrix.t()
+
+    def _load_grid(self, target: Tensor, loaded: Tensor, shard: Shard) -> Tensor:
         """
         Fill a part of `target`, a grid of this rank's tiles, with what the checkpoint's grid `loaded` has for
         them. Returns the part.
         """
-        cuts = zip(self.stored_tile, self.tile, (shard.rows, shard.columns), strict=True)
-        rows, columns = (
-            torch.arange(cut.start, cut.stop, tile, device="cpu") // (stored or cut.stop)
-            for stored, tile, cut in cuts
-        )
-        grid = loaded[...].reshape(self._stored_grid(shard))
-        values = (grid.t() if self.is_transposed else grid)[rows][:, columns]
+        grid = self._turned(loaded.reshape(self._stored_grid(shard)))
+        rows = self._stored_tiles(shard.rows, 0)
+        columns = self._stored_tiles(shard.columns, 1)
+        part = grid[rows][:, columns]
         start = shard.place.start // self.tile[0]
-        return target.data[start : start + len(values)].copy_(values)
+        return target.data[start : start + len(part)].copy_(part)
+
+    def _stored_tiles(self, cut: slice, axis: int) -> Tensor:
+        """For each tile of a cut, in which of the checkpoint's it lies."""
+        starts = torch.arange(cut.start, cut.stop, self.tile[axis], device="cpu")
+        return starts // (self.stored_tile[axis] or cut.stop)
 
     # Made here
 
     def load_floats(self, loaded: Any, shard: Shard) -> None:
         """Quantise a part that is stored in floating point."""
         check_stored(loaded, shard.shape)
+        first = shard.rows.start
         for rows in self.pieces(shard.size[0]):
-            start = shard.rows.start
-            matrix = loaded[start + rows.start : start + rows.stop, shard.columns]
+            matrix = loaded[first + rows.start : first + rows.stop, shard.columns]
             matrix = matrix.to(self.scales.device, torch.float32)
             check_finite(matrix)
             self._quantise(matrix, shard.place.start + rows.start)
@@ -203,7 +275,15 @@ class ScaledWeight(Weight):
 
     def choose_scales(self, tiles: Tensor) -> Tensor:
         """For tiles [rows, rows of a tile, columns, columns of a tile]: [rows, 1, columns, 1]."""
-        return (tiles.abs().amax((1, 3), keepdim=True) / self.highest).clamp_min(SMALLEST)
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        return (largest / self.highest).clamp_min(SMALLEST)
 
     def round(self, values: Tensor) -> Tensor:
         return values.round_().clamp_(self.lowest, self.highest)
+
+
+def nearest(values: Tensor, numbers: list[float]) -> Tensor:
+    """Which of the numbers is nearest to each value."""
+    table = torch.tensor(numbers, dtype=values.dtype, device=values.device)
+    table, order = table.sort(stable=True)
+    return order[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]

@@ -3,17 +3,17 @@
 Configurations are other people's: each field is checked before it is used, and a message names it.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.layers.linear import LinearBase, Weight
-from nanovllm.utils.validation import shown
+from nanovllm.utils.validation import check, shown
 
 MAX_GROUP = 2**24
 MAX_PATTERNS = 2**12
+FLAGS = True, False
 
 
 class Format(NamedTuple):
@@ -71,8 +71,8 @@ def choose(config: dict[str, Any], field: str, allowed: Iterable[Any], default: 
     """The value of a field, which is one of these. Where it is missing or null it is `default`."""
     value = config.get(field)
     value = default if value is None else value
-    allowed = list(allowed)
-    if not any(type(value) is type(each) and value == each for each in allowed):
+    allowed = [*allowed]
+    if (type(value), value) not in [(type(each), each) for each in allowed]:
         known = ", ".join(map(repr, allowed))
         raise ValueError(f"{field} = {shown(value)} is not supported; supported: {known}")
     return value
@@ -81,8 +81,8 @@ def choose(config: dict[str, Any], field: str, allowed: Iterable[Any], default: 
 def choose_group(config: dict[str, Any]) -> int:
     """`group_size`; 0 if a group is a whole row, which files write as -1."""
     value = config.get("group_size")
-    if type(value) is not int or not (value == -1 or 1 <= value <= MAX_GROUP):
-        raise ValueError(f"group_size must be -1 or from 1 to {MAX_GROUP}, got {shown(value)}")
+    is_size = type(value) is int and (value == -1 or 1 <= value <= MAX_GROUP)
+    check(is_size, f"group_size must be -1 or from 1 to {MAX_GROUP}", value)
     return max(value, 0)
 
 
@@ -97,8 +97,8 @@ def names_in(config: dict[str, Any], field: str) -> list[str]:
     """A field that lists names or patterns. Raises ValueError."""
     names = config.get(field)
     names = [] if names is None else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{field} must be a list of names, got {shown(names)}")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    check(is_list, f"{field} must be a list of names", names)
     if len(names) > MAX_PATTERNS:
         raise ValueError(f"{field} has more than {MAX_PATTERNS} entries")
     return names
@@ -113,7 +113,7 @@ def listed(config: dict[str, Any], *fields: str) -> Callable[[str], bool]:
     for field in fields:
         for name in names_in(config, field):
             if re.fullmatch(r"[\w.]+", name):
-                matches.append(functools.partial(lambda inner, name: inner in f".{name}.", f".{name}."))
+                matches.append(re.compile(rf"(?<![^.]){re.escape(name)}(?![^.])").search)
             else:
                 matches.append(pattern(field, rf"(?:{name})(?:(?<=\.)|(?=\.|$))", name).match)
     return lambda name: any(match(name) for match in matches)

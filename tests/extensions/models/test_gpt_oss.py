@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, read_config
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.quantised import mxfp4 as mxfp4_format
+from nanovllm.extensions.quantised import fp4
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise, in_bricks
 from nanovllm.utils.loader import load_model, pack_weights
 from nanovllm.utils.torch_defaults import torch_defaults
@@ -69,7 +69,7 @@ def test_the_packed_matrices_mean_bit_for_bit_what_they_should_on_every_rank(fol
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("major", [8, 9, 10])
 def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_for_16_bits(monkeypatch, folders, major, dtype):
-    monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr(fp4, "gpu_properties", lambda device: SimpleNamespace(major=major))
     rows, bricks = load(folders[0], dtype=dtype), load(folders[0], dtype=dtype)
     pack_weights(bricks)
     for one, other in zip(rows.model.layers, bricks.model.layers, strict=True):
@@ -82,7 +82,7 @@ def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_for_16_bits(monkeypa
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_experts_of_other_sizes_are_not_packed_neither_matrix(monkeypatch, folders, size):
-    monkeypatch.setattr(mxfp4_format, "gpu_properties", lambda device: SimpleNamespace(major=9))
+    monkeypatch.setattr(fp4, "gpu_properties", lambda device: SimpleNamespace(major=9))
     with use_group(Group(0, size)):  # 48 or 24 of the 96 rows of a gate, and as many inputs of the second
         model = load(folders[0], dtype=torch.bfloat16)
         pack_weights(model)
