@@ -473,12 +473,9 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/bias",
         ("self.history[to_device(np.array([*new]), device)] = to_device(history, device)", "pass"),
-        ("if seq.slot != slot]", "if False]"),
-        ("slots = [*dropped, *new]", "slots = [*new]"),
-        (
-            "self.rules[slot].data_ptr() if slot in self.rules else 0",
-            "self.rules[slot].data_ptr() if slot in self.rules else 1",
-        ),
+        ("if seq.slot == slot and slot not in new}", "if slot not in new}"),
+        ("        self._in_slots = kept | new", "        self._in_slots |= new"),
+        ("self.addresses.zero_()[slots]", "self.addresses[slots]"),
         ("(step.slots, step.positions % HISTORY)", "(step.slots, step.positions % (HISTORY - 1))"),
         ("        self._in_slots.clear()\n        self.rules.clear()\n", "        self._in_slots.clear()\n"),
         ("min(len(request.token_ids) + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
@@ -492,8 +489,8 @@ MUTATIONS = [
         "nanovllm/extensions/logits/penalties",
         ("self.token_flags[slots] = flags.int()[:, None]", "pass"),
         (
-            "flags[token_id] = flags.get(token_id, fill) + 1",
-            "flags[token_id] = flags.get(token_id, fill) | 1",
+            "added += [(token_id, 1) for token_id in seq.completion_token_ids]",
+            "added += [(token_id, 1) for token_id in set(seq.completion_token_ids)]",
         ),
     ),
     *mutations_of(
@@ -502,7 +499,7 @@ MUTATIONS = [
             "self.numbers_of(seq.request.params) if self.name in seq.request.own else self.neutral",
             "self.numbers_of(seq.request.params)",
         ),
-        ("        self.reset()", "        pass"),
+        ("[self.neutral] * num_slots", "[[0.5] * len(self.neutral)] * num_slots"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/logprobs",

@@ -113,37 +113,32 @@ class BiasProcessor(LogitsProcessor):
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
-        Slots whose rules are no longer needed; new rules by slot, see `rules_of`; and the histories of these
+        Slots whose rules stay; new rules by slot, see `rules_of`; and the histories of these
         slots, int32 [slots, HISTORY], see `history_of`.
         """
-        dropped = [slot for slot, seq in self._in_slots.items() if seq.slot != slot]
-        for slot in dropped:
-            del self._in_slots[slot]
         new = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
-        if not (dropped or new):
+        if not (self._in_slots or new):
             return None
-        self._in_slots.update(new)
+        kept = {slot: seq for slot, seq in self._in_slots.items() if seq.slot == slot and slot not in new}
+        self._in_slots = kept | new
         rules = {slot: seq.request.own[self.name] for slot, seq in new.items()}
-        return dropped, rules, np.array([*map(history_of, new.values())])
+        return [*kept], rules, np.array([*map(history_of, new.values())])
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.history = torch.full((num_slots, HISTORY), -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def receive(self, message: Any) -> None:
-        dropped, new, history = message
+        kept, new, history = message
         device = self.history.device
-        slots = [*dropped, *new]
-        for slot in slots:
-            self.rules.pop(slot, None)
+        self.rules = {slot: self.rules[slot] for slot in kept}
         if new:
             rules = to_device(np.concatenate([*new.values()]), device)
-            parts = torch.split_with_sizes_copy(rules, [*map(len, new.values())])
-            self.rules.update(zip(new, parts, strict=True))
+            self.rules |= zip(new, torch.split_with_sizes_copy(rules, [*map(len, new.values())]))
             self.history[to_device(np.array([*new]), device)] = to_device(history, device)
-        addresses = [self.rules[slot].data_ptr() if slot in self.rules else 0 for slot in slots]
-        index, values = to_device(np.array([slots, addresses]), device)
-        self.addresses[index] = values
+        addresses = [rules.data_ptr() for rules in self.rules.values()]
+        slots, values = to_device(np.array([[*self.rules], addresses], dtype=np.int64), device)
+        self.addresses.zero_()[slots] = values
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()

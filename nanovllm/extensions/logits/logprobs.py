@@ -53,9 +53,9 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
     """One for each token, with so many of the likeliest tokens."""
-    logprobs, ranks, *tops = found
-    tensors = logprobs, ranks, *(top[:, :num_top] for top in tops)
-    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
+    logprobs, ranks, top_ids, top_logprobs = found
+    tensors = logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top]
+    return [*zip(*(tensor.tolist() for tensor in tensors), strict=True)]
 
 
 class TopProcessor(LogitsProcessor):
@@ -66,10 +66,6 @@ class TopProcessor(LogitsProcessor):
 
     def wants(self, params: SamplingParams) -> bool:
         return bool(params.logprobs)
-
-
-def num_top_of(step: SamplingStep) -> int:
-    return MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
 
 
 class LogprobProcessor(LogitsProcessor):
@@ -92,15 +88,21 @@ class LogprobProcessor(LogitsProcessor):
             return logits.to(torch.float32, copy=True)
         return logits
 
-    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top_of(step))
+    def drawn(
+        self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep, *drawn_with: Tensor | None
+    ) -> None:
+        num_top = MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
+        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top, *drawn_with)
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
-        rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
-        asking = [drawing[i] for i in rows]
-        num_top = max((seq.sampling_params.logprobs for seq in asking), default=0)
-        found = read_logprobs(tuple(tensor[rows] for tensor in tensors), num_top)
-        for seq, newest in zip(asking, found, strict=True):
+        asking = {
+            i: seq
+            for i, seq in enumerate(drawing)
+            if self.name in seq.request.own and not seq.is_finished
+        }
+        num_top = max((seq.sampling_params.logprobs for seq in asking.values()), default=0)
+        found = read_logprobs(tuple(tensor[[*asking]] for tensor in tensors), num_top)
+        for seq, newest in zip(asking.values(), found, strict=True):
             so_far = seq.request.own[self.name].setdefault(seq.seq_id, [])
             del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]  # of a step that failed after this
             so_far.append(newest)
@@ -117,6 +119,5 @@ class ProcessedLogprobs(LogprobProcessor):
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
         temperatures = step.temperatures.masked_fill(step.temperatures == 0, 1)
-        drawn_with = temperatures, step.lowest
-        step.told[self.name] = top_logprobs(self._logits, tokens, num_top_of(step), *drawn_with)
+        super().drawn(self._logits, tokens, step, temperatures, step.lowest)
         del self._logits

@@ -30,8 +30,7 @@ class SlotSettings(LogitsProcessor):
         return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.table = torch.empty(num_slots, len(self.neutral), dtype=torch.float32, device=device)
-        self.reset()
+        self.table = torch.tensor([self.neutral] * num_slots, dtype=torch.float32, device=device)
 
     def receive(self, message: Any) -> None:
         slots, numbers = (to_device(array, self.table.device) for array in message)

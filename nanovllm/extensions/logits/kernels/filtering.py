@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.kernels.runtime import LOG2_E, MINUS_INF, tl, triton, use_triton
 
 BLOCK = tl.constexpr(2048)  # logits that are read together, one by each lane
-STAGES = 6  # blocks that are loaded ahead
+STAGES = tl.constexpr(6)  # blocks that are loaded ahead
 BEST = tl.constexpr(4)  # logits of every lane that are copied
 UNIT = tl.constexpr(LOG2_E)  # for kernels
 MAX_PASSES = tl.constexpr(128)  # far more than float32 can need in a range of real logits
@@ -33,7 +33,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     """The lowest logit of each row that its filters keep, float32 [batch]; -inf for a row without filters.
 
     logits [batch, vocabulary], temperatures float32 [batch] (0 is greedy: nothing to filter), filters float32
-    [batch, 3] are Filters. min_p is applied first, then top_k, then top_p, each to what is left. Of equal
+    [batch, 3] are Filters, contiguous. min_p is applied first, then top_k, then top_p, each to what is left. Of equal
     logits all are kept or none. A row's threshold depends on nothing but the row.
     """
     if not use_triton(logits):
@@ -47,9 +47,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
         thresholds,
         bests,
         logits.stride(0),
-        filters.stride(0),
         logits.shape[1],
-        STAGES=STAGES,
         num_warps=8,
         maxnreg=128,  # so that two programs fit on a multiprocessor
     )
@@ -58,8 +56,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
 
 def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
     thresholds = torch.full_like(temperatures, -torch.inf)
-    top_k, top_p, min_p = filters.unbind(1)
-    rows = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    rows = (temperatures > 0) & (filters != filters.new_tensor(Filters())).any(1)
     top_k, top_p, min_p = filters[rows, :, None].unbind(1)
     vocab = logits.shape[1]
     values = logits[rows].float().sort(descending=True).values
@@ -81,14 +78,12 @@ def _threshold_kernel(
     thresholds,
     bests,
     row_stride,
-    filter_stride,
     vocab,
-    STAGES: tl.constexpr,
 ):
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
-    filters += i * filter_stride
+    filters += i * 3
     top_k, top_p, min_p = tl.load(filters), tl.load(filters + 1), tl.load(filters + 2)
     threshold = tl.full([], MINUS_INF, tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
