@@ -441,7 +441,8 @@ MUTATIONS = [
         "nanovllm/extensions/prefixes/kernels/copy_pages",
         (":end] = pages[:, :, source, :end]", ":end + 1] = pages[:, :, source, : end + 1]"),
         ("* TOKEN_BYTES", "* TOKEN_BYTES + 1"),
-        ("if part * BYTES >= num_bytes:", "if (part + 1) * BYTES > num_bytes:"),
+        ("byte = tl.program_id(2) * BYTES +", "byte ="),
+        ("            copies[:, 2] = pages.shape[3]", "            pass"),
     ),
     *mutations_of(
         "batch",

@@ -172,7 +172,7 @@ class FakeModel:
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
         message = batch.messages.get("prefix_cache")
-        copies = [] if message is None else message.T.tolist()
+        copies = [] if message is None else message.tolist()
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:

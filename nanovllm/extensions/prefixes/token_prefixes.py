@@ -143,17 +143,17 @@ class TokenPrefixes(PrefixCache):
             self.add(seq, i, COMPUTED, end)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
-        """int64 [3, copies]: from which block to which, and how many tokens."""
+        """int64 [copies, 3]: from which block to which, and how many tokens."""
         for block_id in self.pinned:  # no block is handed out before the step that copies is enqueued
             self.pool.give_back(block_id)
         self.pinned.clear()
         for seq in sequences:
             self.written(seq, seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
         copies, self.copies = self.copies, []
-        return np.array(copies).T.copy() if copies else None
+        return np.array(copies) if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
-        copy_blocks(kv_cache, *to_device(message, kv_cache.device))
+        copy_blocks(kv_cache, to_device(message, kv_cache.device))
 
     def stats(self) -> dict[str, int]:
         return {"num_copied_tokens": self.num_copied_tokens}
