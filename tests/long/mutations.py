@@ -223,11 +223,10 @@ MUTATIONS = [
         ("self.add(seq, i, COMPUTING,", "self.add(seq, i, COMPUTED,"),
         ("if last % size == 0 or last == seq.num_tokens:", "if True:"),
         ("if last % size == 0 or last == seq.num_tokens:", "if last % size == 0:"),
-        ("        if packed:\n", "        if False:\n"),
-        ("if len(packed) != (end - start) * TOKEN_BYTES:", "if not packed:"),
+        ("        if block_id in self.blocks:", "        if False:"),
         ('"num_soon", 0) - hit.num_tokens', '"num_soon", 0)'),
         ("if num_gained < WAIT", "if num_gained <= WAIT"),
-        ("packed = self.forgotten(block_id)", 'packed = b""'),
+        ("        self.forgotten(block_id)\n", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/planner",

@@ -202,7 +202,7 @@ class FakeModel:
                 assert query not in found, "two work items have the same query"
                 found[query] = queries[query], begin, states
         read: list[list[int]] = []
-        for row, partials in enumerate(plan.partials):
+        for row, partials in enumerate(plan.partials[: len(ends)]):
             mine: list[int] = []
             for owner, begin, states in sorted(found[i] for i in partials[: plan.num_partials[row]].tolist()):
                 assert owner == row and begin == len(mine), "not its own result, a gap or an overlap"

@@ -76,9 +76,7 @@ class CascadeBackend(AttentionBackend):
         self.buffer.copy_(to_device(message, self.buffer.device))
 
     def inputs(self, batch_size: int, key: bool) -> CascadePlan:
-        return CascadePlan._make(
-            table[: shape[0]] for table, shape in zip(self.tables, plan_shapes(batch_size), strict=True)
-        )
+        return self.tables
 
     def close(self) -> None:
         self.buffer = self.tables = None

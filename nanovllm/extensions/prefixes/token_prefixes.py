@@ -101,22 +101,18 @@ class TokenPrefixes(PrefixCache):
     def add(self, seq: Sequence, i: int, is_computed: bool, end: int) -> None:
         """Have the sequence's i-th block found by its tokens, as far as they are before this one."""
         block_id, start = seq.block_table[i], i * self.pool.block_size
-        place = seq.block_hashes[i - 1] if i else -1, is_computed
-        packed = self.forgotten(block_id)  # of the same tokens, if it is of as many
-        if len(packed) != (end - start) * TOKEN_BYTES:
-            packed = pack(seq.token_ids[start:end])
+        place, packed = (seq.block_hashes[i - 1] if i else -1, is_computed), pack(seq.token_ids[start:end])
+        self.forgotten(block_id)
         self.blocks[block_id] = place, packed
         insort(self.children.setdefault(place, []), (packed, block_id))
 
-    def forgotten(self, block_id: int) -> bytes:
-        """Returns what the block was found by."""
-        place, packed = self.blocks.pop(block_id, (None, b""))
-        if packed:
+    def forgotten(self, block_id: int) -> None:
+        if block_id in self.blocks:
+            place, packed = self.blocks.pop(block_id)
             children = self.children[place]
             del children[bisect_left(children, (packed, block_id))]
             if not children:
                 del self.children[place]
-        return packed
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)

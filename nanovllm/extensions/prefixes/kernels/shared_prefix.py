@@ -164,7 +164,7 @@ def cascade_attention_torch(
     spans = [(plan.queries[first : first + count], begin, end) for first, count, begin, end in items]
     # What a sequence has of its own is as if of a work item, too.
     each = torch.arange(len(q), device=q.device).split(1)
-    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=True)
+    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=False)
     spans += [span for span in own if span[1] < span[2]]
     totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + variant.first_sums()
     partials = []
