@@ -385,9 +385,9 @@ MUTATIONS = [
         ("-logits.shape[1] % BLOCK), value=-torch.inf", "-logits.shape[1] % BLOCK), value=0"),
         ("MAX_LOGPROBS * any(", "MAX_LOGPROBS or any("),
         ("step.temperatures.masked_fill(step.temperatures == 0, 1)", "step.temperatures"),
-        ("temperatures, step.lowest", "temperatures, None"),
+        ("step, temperatures, step.lowest", "step, temperatures, None"),
         ("    order = sys.maxsize", "    order = 15"),
-        ("top_logprobs(self._logits, tokens,", "top_logprobs(raw_logits, tokens,"),
+        ("super().drawn(self._logits, tokens,", "super().drawn(raw_logits, tokens,"),
     ),
     *mutations_of(
         "nanovllm/extensions/logits/kernels/likelihood",
@@ -504,7 +504,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/logits/logprobs",
         ("            del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]", "            pass"),
-        ("in seq.request.own and not seq.is_finished]", "in seq.request.own]"),
+        ("in seq.request.own and not seq.is_finished\n", "in seq.request.own\n"),
     ),
     *mutations_of(
         "nanovllm/extensions/text/results",

@@ -24,14 +24,17 @@ class Vocabulary(dict[int, str]):
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.hidden = {i for i in special if not tokenizer.decode([i], skip_special_tokens=True)}
         ids = tokenizer.convert_tokens_to_ids(BYTES)
-        known = [(i, byte) for byte, i in enumerate(ids) if i is not None]
-        self.byte_of = {i: byte for i, byte in known if tokenizer.convert_ids_to_tokens(i) == BYTES[byte]}
+        self.byte_of = {
+            i: byte
+            for byte, i in enumerate(ids)
+            if i is not None and tokenizer.convert_ids_to_tokens(i) == BYTES[byte]
+        }
         self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # never part of UTF-8
         self.runs_are_text = False
         if len(self.byte_of) == len(BYTES):
             euro = [ids[byte] for byte in "€".encode()]
-            texts = [tokenizer.decode(token_ids) for token_ids in (euro, euro + self.invalid)]
-            self.runs_are_text = texts == ["€", 4 * INCOMPLETE]
+            texts = tokenizer.decode(euro), tokenizer.decode(euro + self.invalid)
+            self.runs_are_text = texts == ("€", 4 * INCOMPLETE)
 
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._tokenizer.decode([token_id])
@@ -85,9 +88,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.num_tokens = 0
+        self.num_tokens = self.num_settled = 0
         self.text = ""
-        self.num_settled = 0
         self._vocabulary = vocabulary_of(tokenizer)
         self._hidden = self._vocabulary.hidden if skip_special_tokens else set()
         self._window: list[int] = []  # the tokens that are decoded together
