@@ -40,8 +40,10 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     rules += [(FOREVER, BAN, word) for word in bad_words]
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
-        rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
-    fields, before = [], []
+        ends = sorted(request.end_token_ids)
+        rules += [(until, BAN, [token_id]) for token_id in ends]
+    fields = []
+    before = []
     for until, added, (*preceding, token_id) in rules:
         before += preceding
         end = 1 + RULE_FIELDS * len(rules) + len(before)
@@ -54,8 +56,9 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
 def history_of(seq: Sequence) -> np.ndarray:
     """The completion's last tokens, int32 [HISTORY]: each at its position modulo HISTORY, -1 elsewhere."""
     history = np.full(HISTORY, -1, dtype=np.int32)
-    start = max(seq.num_prompt_tokens, len(seq.token_ids) - HISTORY)
-    history[np.arange(start, len(seq.token_ids)) % HISTORY] = seq.token_ids[start:]
+    end = len(seq.token_ids)
+    start = max(seq.num_prompt_tokens, end - HISTORY)
+    history[np.arange(start, end) % HISTORY] = seq.token_ids[start:]
     return history
 
 
@@ -80,7 +83,8 @@ class BiasProcessor(LogitsProcessor):
         return bool(params.logit_bias or params.bad_words or params.min_tokens)
 
     def read(self, request: Any, where: str) -> np.ndarray:
-        params, prompts = request.params, self.prompts
+        params = request.params
+        prompts = self.prompts
         prompts.check_has_tokenizer("bad_words", params.bad_words, where)
         prompts.check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], where)
         bad_words = self.bad_words(params)
@@ -102,11 +106,13 @@ class BiasProcessor(LogitsProcessor):
         Its token ids at the beginning of a text and after a space, for which most tokenizers have different
         tokens. Leaves out what contains tokens that the model never draws.
         """
-        plain, tokenize = text.lstrip(" "), self.prompts.tokenize
+        plain = text.lstrip(" ")
+        tokenize = self.prompts.tokenize
         found = [tuple(tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
         if not any(found):
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
-        if (longest := max(map(len, found))) > HISTORY:
+        longest = max(map(len, found))
+        if longest > HISTORY:
             rule = f"each of bad_words must have at most {HISTORY} tokens"
             raise ValueError(f"{rule}, got {longest} of {shown(text)}")
         return [[*ids] for ids in dict.fromkeys(found) if ids and max(ids) < self.prompts.vocab_size]
@@ -122,10 +128,12 @@ class BiasProcessor(LogitsProcessor):
         kept = {slot: seq for slot, seq in self._in_slots.items() if seq.slot == slot and slot not in new}
         self._in_slots = kept | new
         rules = {slot: seq.request.own[self.name] for slot, seq in new.items()}
-        return [*kept], rules, np.array([*map(history_of, new.values())])
+        histories = [history_of(seq) for seq in new.values()]
+        return [*kept], rules, np.array(histories)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.history = torch.full((num_slots, HISTORY), -1, dtype=torch.int32, device=device)
+        shape = num_slots, HISTORY
+        self.history = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def receive(self, message: Any) -> None:
@@ -133,20 +141,23 @@ class BiasProcessor(LogitsProcessor):
         device = self.history.device
         self.rules = {slot: self.rules[slot] for slot in kept}
         if new:
+            sizes = [len(rules) for rules in new.values()]
             rules = to_device(np.concatenate([*new.values()]), device)
-            self.rules |= zip(new, torch.split_with_sizes_copy(rules, [*map(len, new.values())]))
-            self.history[to_device(np.array([*new]), device)] = to_device(history, device)
+            self.rules |= zip(new, torch.split_with_sizes_copy(rules, sizes), strict=True)
+            slots = to_device(np.array([*new]), device)
+            self.history[slots] = to_device(history, device)
         addresses = [rules.data_ptr() for rules in self.rules.values()]
-        slots, values = to_device(np.array([[*self.rules], addresses], dtype=np.int64), device)
-        self.addresses.zero_()[slots] = values
+        slots, addresses = to_device(np.int64([[*self.rules], addresses]), device)
+        self.addresses.zero_()[slots] = addresses
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()
-        apply_rules(logits, step.slots, step.positions, self.rules, self.addresses, self.history)
+        tables = self.rules, self.addresses, self.history
+        apply_rules(logits, step.slots, step.positions, *tables)
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        self.history.index_put_((step.slots, step.positions % HISTORY), tokens.int())
+        self.history[step.slots, step.positions % HISTORY] = tokens.int()
 
     def reset(self) -> None:
         """A slot's history is written before it is read."""

@@ -54,7 +54,8 @@ class PenaltyProcessor(SlotSettings):
         params = request.params
         allowed = params.allowed_token_ids or ()
         self.prompts.check_token_ids("allowed_token_ids", allowed, where)
-        if params.min_tokens and allowed and request.end_token_ids.issuperset(allowed):
+        all_end = request.end_token_ids.issuperset(allowed)
+        if params.min_tokens and allowed and all_end:
             rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 
@@ -72,14 +73,16 @@ class PenaltyProcessor(SlotSettings):
             if self.name in seq.request.own:
                 fill, flags = token_flags_of(seq)
                 fills.append((seq.slot, fill))
-                added += [(seq.slot * self.vocab_size + token_id, flag) for token_id, flag in flags]
-        pairs = (np.array(each, dtype=np.int64).reshape(-1, 2) for each in (fills, added))
-        return super().prepare(sequences), *pairs
+                start = seq.slot * self.vocab_size
+                added += [(start + token_id, flag) for token_id, flag in flags]
+        settings = super().prepare(sequences)
+        return settings, *(np.int64(pairs).reshape(-1, 2) for pairs in (fills, added))
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
         self.vocab_size = vocab_size
-        self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        shape = num_slots, vocab_size
+        self.token_flags = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def receive(self, message: Any) -> None:
         settings, fills, added = message
@@ -97,8 +100,7 @@ class PenaltyProcessor(SlotSettings):
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        index = step.slots.long() * self.vocab_size + tokens
-        self.token_flags.view(-1)[index] += 1
+        self.token_flags[step.slots, tokens] += 1
 
     def close(self) -> None:
         del self.table, self.token_flags

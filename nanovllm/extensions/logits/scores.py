@@ -40,8 +40,8 @@ class Scores:
         self.num_scored = self.first + len(self.found)  # or about to be, by a step in flight
 
 
-# The tokens that a prefill step scores, int64 [2, scored]: where in the batch the token before each stands, and
-# their ids; and how many of the likeliest tokens are asked for.
+# The tokens that a prefill step scores, int64 [2, scored]: where in the batch the token before each stands,
+# and their ids; and how many of the likeliest tokens are asked for.
 Scoring = tuple[np.ndarray, int]
 
 

@@ -34,8 +34,8 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     """The lowest logit of each row that its filters keep, float32 [batch]; -inf for a row without filters.
 
     logits [batch, vocabulary], temperatures float32 [batch] (0 is greedy: nothing to filter), filters float32
-    [batch, 3] are Filters, contiguous. min_p is applied first, then top_k, then top_p, each to what is left. Of equal
-    logits all are kept or none. A row's threshold depends on nothing but the row.
+    [batch, 3] are Filters, contiguous. min_p is applied first, then top_k, then top_p, each to what is left.
+    Of equal logits all are kept or none. A row's threshold depends on nothing but the row.
     """
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)
@@ -85,7 +85,9 @@ def _threshold_kernel(
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
     filters += i * 3
-    top_k, top_p, min_p = tl.load(filters), tl.load(filters + 1), tl.load(filters + 2)
+    top_k = tl.load(filters)
+    top_p = tl.load(filters + 1)
+    min_p = tl.load(filters + 2)
     threshold = tl.full([], MINUS_INF, tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
@@ -150,7 +152,9 @@ def _search_kernel(row, length, low, best, scale, enough, COUNT: tl.constexpr, S
     passes = 0
     while (least < most) & (passes < MAX_PASSES):
         half = high * 0.5 - low * 0.5
-        point_1, point_2, point_3 = low + half * 0.5, low + half, low + half * 1.5
+        point_1 = low + half * 0.5
+        point_2 = low + half
+        point_3 = low + half * 1.5
         lane_1 = tl.zeros([BLOCK], tl.float32)
         lane_2, lane_3 = lane_1, lane_1
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)

@@ -19,7 +19,7 @@ HISTORY = 1024  # how many of the tokens drawn last are kept; a power of 2
 IN_PROMPT, BANNED = 1 << 30, 1 << 29  # token flags; the bits below count occurrences in the completion
 PROGRAMS_A_ROW = 8  # share a row's rules, so that other rows do not wait long for one with very many
 RULES_AT_ONCE, TOKENS_AT_ONCE = tl.constexpr(128), tl.constexpr(16)
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 
 
 class Penalties(NamedTuple):
@@ -93,7 +93,7 @@ def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_fla
     if not use_triton(logits):
         return apply_token_flags_torch(logits, rows, penalties, token_flags)
     batch, vocab = logits.shape
-    _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
+    _token_flags_kernel[(cdiv(vocab, BLOCK.value), batch)](
         logits,
         rows,
         penalties,
@@ -101,7 +101,6 @@ def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_fla
         logits.stride(0),
         vocab,
         BANNED=BANNED,
-        BLOCK=BLOCK,
         num_warps=8,
     )
 
@@ -166,7 +165,6 @@ def _token_flags_kernel(
     logits_stride,
     vocab,
     BANNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
     penalty = penalties + i * 3
