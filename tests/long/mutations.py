@@ -434,7 +434,7 @@ MUTATIONS = [
         ("            if state.matcher.is_error():", "            if False:"),
         ("            self.__dict__.pop(name, None)", "            pass"),
         ("        while self._states:", "        while False:"),
-        ("self._states.pop(seq.seq_id, None)", "self._states.get(seq.seq_id)"),
+        ("self._states.pop(seq).close()", "self._states[seq].close()"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/copy_pages",
