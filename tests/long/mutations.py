@@ -232,7 +232,7 @@ MUTATIONS = [
         "nanovllm/extensions/prefixes/planner",
         ("(pack(seq.request.token_ids), seq.seq_id)", "(pack([*seq.request.token_ids, 0]), seq.seq_id)"),
         ("for each in self._prompts if each[1] in rows]", "for each in self._prompts]"),
-        ("before.get((a, b))", "next(iter(before.values()), None)"),
+        ("before[pair] if pair in before", "next(iter(before.values())) if before"),
         ("plan.prefix_lens[sharing] = bounds[-1]", "plan.prefix_lens[sharing] = bounds[-1] + 1"),
         ("Prefix(first, last, begin, int(between.min()))", "Prefix(first, last, 0, int(between.min()))"),
         ("first + 1 + np.flatnonzero", "first + np.flatnonzero"),
@@ -540,7 +540,7 @@ MUTATIONS = [
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("if name in MISSING_METHODS else", "if False else"),
     ),
-    *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=True)", "tqdm, disable=False)")),
+    *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=not use_tqdm)", "tqdm, disable=use_tqdm)")),
     *mutations_of(
         "nanovllm/extensions/api/engine_args",
         ("cls.__init__.__signature__ = signature.replace(parameters=parameters)", "pass"),
@@ -615,7 +615,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
-        ("return use_tqdm if callable(use_tqdm) else tqdm", "return tqdm"),
+        ("return use_tqdm if callable(use_tqdm) else", "return"),
     ),
     *mutations_of("nanovllm/extensions/api/lm_eval", ("if value is not None}", "if True}")),
     *mutations_of(
@@ -698,7 +698,7 @@ MUTATIONS = [
         "nanovllm/extensions/prefixes/cascade",
         ("is_fit and layer.variant.hooks.first_token is None else", "is_fit else"),
         ("self.num_read += self.planner.num_prefix_tokens", "self.num_read = self.planner.num_prefix_tokens"),
-        ("if step.attention_plan is None:", "if True:"),
+        ("if step.attention_plan is None or self.only_plans:", "if True:"),
         (
             "self.buffer.copy_(to_device(message, self.buffer.device))",
             "self.buffer = to_device(message, self.buffer.device)",

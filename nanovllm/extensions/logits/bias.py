@@ -50,7 +50,8 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
         fields.append((until, added, token_id, end, len(preceding)))
     fields = np.reshape(fields, (-1, RULE_FIELDS)).T
     fields[1] = np.float32(fields[1]).view(np.int32)
-    return np.concatenate([[len(rules)], *fields, before]).astype(np.int32)
+    words = np.concatenate([[len(rules)], *fields, before])
+    return words.astype(np.int32)
 
 
 def history_of(seq: Sequence) -> np.ndarray:
@@ -107,15 +108,16 @@ class BiasProcessor(LogitsProcessor):
         tokens. Leaves out what contains tokens that the model never draws.
         """
         plain = text.lstrip(" ")
-        tokenize = self.prompts.tokenize
-        found = [tuple(tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
+        prompts = self.prompts
+        found = [tuple(prompts.tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
         if not any(found):
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
         longest = max(map(len, found))
         if longest > HISTORY:
             rule = f"each of bad_words must have at most {HISTORY} tokens"
             raise ValueError(f"{rule}, got {longest} of {shown(text)}")
-        return [[*ids] for ids in dict.fromkeys(found) if ids and max(ids) < self.prompts.vocab_size]
+        different = dict.fromkeys(found)
+        return [[*ids] for ids in different if ids and max(ids) < prompts.vocab_size]
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
@@ -147,7 +149,8 @@ class BiasProcessor(LogitsProcessor):
             slots = to_device(np.array([*new]), device)
             self.history[slots] = to_device(history, device)
         addresses = [rules.data_ptr() for rules in self.rules.values()]
-        slots, addresses = to_device(np.int64([[*self.rules], addresses]), device)
+        table = np.int64([[*self.rules], addresses])
+        slots, addresses = to_device(table, device)
         self.addresses.zero_()[slots] = addresses
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:

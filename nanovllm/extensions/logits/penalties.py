@@ -76,7 +76,8 @@ class PenaltyProcessor(SlotSettings):
                 start = seq.slot * self.vocab_size
                 added += [(start + token_id, flag) for token_id, flag in flags]
         settings = super().prepare(sequences)
-        return settings, *(np.int64(pairs).reshape(-1, 2) for pairs in (fills, added))
+        fills, added = (np.int64(pairs).reshape(-1, 2) for pairs in (fills, added))
+        return settings, fills, added
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
@@ -90,9 +91,11 @@ class PenaltyProcessor(SlotSettings):
         device = self.token_flags.device
         slots, flags = to_device(fills, device).unbind(1)
         self.token_flags[slots] = flags.int()[:, None]
+        table = self.token_flags.view(-1)
         for start in range(0, len(added), FLAGS_AT_ONCE):
-            index, flags = to_device(added[start : start + FLAGS_AT_ONCE], device).unbind(1)
-            self.token_flags.view(-1).index_add_(0, index, flags.int())
+            some = added[start : start + FLAGS_AT_ONCE]
+            index, flags = to_device(some, device).unbind(1)
+            table.index_add_(0, index, flags.int())
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()

@@ -25,7 +25,6 @@ from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 
 WAIT_TOKENS = 64
-TOKEN_BYTES = 8
 # What stands for all tokens before a block: the hash of the block before it. And whether a step that computes
 # the block has been enqueued: only then it can be copied.
 Place = tuple[int, bool]
@@ -39,8 +38,9 @@ def pack(token_ids: list[int]) -> bytes:
 
 def count_common(first: bytes, second: bytes) -> int:
     """How many tokens two lists of packed tokens begin with in common."""
-    length = min(len(first), len(second)) // TOKEN_BYTES
-    differ = np.frombuffer(first, "<i8", length) != np.frombuffer(second, "<i8", length)
+    length = min(len(first), len(second)) // 8
+    a, b = (np.frombuffer(packed, "<i8", length) for packed in (first, second))
+    differ = a != b
     return int(differ.argmax()) if differ.any() else length
 
 
@@ -64,8 +64,8 @@ class TokenPrefixes(PrefixCache):
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
-        pool, most = self.pool, self.max_cached(seq)
-        size = pool.block_size
+        pool = self.pool
+        most, size = self.max_cached(seq), pool.block_size
         blocks: list[int] = []
         parent = -1
         while True:
@@ -100,8 +100,10 @@ class TokenPrefixes(PrefixCache):
 
     def add(self, seq: Sequence, i: int, is_computed: bool, end: int) -> None:
         """Have the sequence's i-th block found by its tokens, as far as they are before this one."""
-        block_id, start = seq.block_table[i], i * self.pool.block_size
-        place, packed = (seq.block_hashes[i - 1] if i else -1, is_computed), pack(seq.token_ids[start:end])
+        block_id = seq.block_table[i]
+        start = i * self.pool.block_size
+        packed = pack(seq.token_ids[start:end])
+        place = seq.block_hashes[i - 1] if i else -1, is_computed
         self.forgotten(block_id)
         self.blocks[block_id] = place, packed
         insort(self.children.setdefault(place, []), (packed, block_id))
@@ -116,10 +118,12 @@ class TokenPrefixes(PrefixCache):
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
-        size, first = self.pool.block_size, len(hit.blocks)
+        size = self.pool.block_size
+        first = len(hit.blocks)
         for i in range(first, seq.num_blocks):
             self.add(seq, i, COMPUTING, (i + 1) * size)
-        if num_copied := hit.num_tokens % size:
+        num_copied = hit.num_tokens % size
+        if num_copied:
             self.copies.append((hit.source, seq.block_table[first], num_copied))
             self.num_copied_tokens += num_copied
 
@@ -144,7 +148,8 @@ class TokenPrefixes(PrefixCache):
             self.pool.give_back(block_id)
         self.pinned.clear()
         for seq in sequences:
-            self.written(seq, seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
+            start = seq.num_computed_tokens
+            self.written(seq, start, start + seq.num_scheduled_tokens)
         copies, self.copies = self.copies, []
         return np.array(copies) if copies else None
 

@@ -116,7 +116,8 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         were made of its tokens: nobody reads its masks any more.
         """
         index, bits = message
-        bits = np.ascontiguousarray(bits[:, : self.masks[1].shape[1]])  # a tokenizer may have more tokens
+        words = self.masks[1].shape[1]  # a tokenizer may have more tokens
+        bits = np.ascontiguousarray(bits[:, :words])
         with torch.cuda.stream(self._stream):
             for target, array in zip(self.masks, (index, bits), strict=True):
                 source = torch.from_numpy(array)

@@ -108,8 +108,10 @@ class Detokenizer:
         """The settled text, without characters at its end that may begin one of these stop texts."""
         settled = self.text[: self.num_settled]
         longest = max(map(len, stops), default=0) - 1
-        starts = range(max(0, len(settled) - longest), len(settled))
-        return settled[: next((i for i in starts if any(s.startswith(settled[i:]) for s in stops)), None)]
+        for i in range(max(0, len(settled) - longest), len(settled)):
+            if any(stop.startswith(settled[i:]) for stop in stops):
+                return settled[:i]
+        return settled
 
     def _add(self, token_id: int) -> None:
         self._window.append(token_id)
@@ -148,7 +150,8 @@ class Detokenizer:
     def _settle(self) -> None:
         self.num_settled = len(self.text)
         self._window = self._window[self._num_context_tokens :]
-        self._num_context_tokens, self._num_context = len(self._window), len(self._decode(self._window))
+        self._num_context_tokens = len(self._window)
+        self._num_context = len(self._decode(self._window))
         self._decided = ""
 
     def _cut(self, text: str) -> None:
@@ -163,7 +166,8 @@ class Detokenizer:
         if before + self._decode(window)[len(known) :] == text:
             self._decided = self._new_of(before)
             self._window = window
-            self._num_context_tokens, self._num_context = KEPT, len(known)
+            self._num_context_tokens = KEPT
+            self._num_context = len(known)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

@@ -34,8 +34,12 @@ def copy_pages(pages: Tensor, copies: Tensor) -> None:
     data = pages.flatten(3).flatten(0, 1).view(torch.uint8)  # [2 * layers, blocks, bytes of a block]
     planes, num_blocks, block_bytes = data.shape
     _copy_kernel[(len(copies), planes, cdiv(block_bytes, BYTES.value))](
-        data, copies, num_blocks, TOKEN_BYTES=block_bytes // pages.shape[3], BLOCK_BYTES=block_bytes
-    )  # fmt: skip
+        data,
+        copies,
+        num_blocks,
+        TOKEN_BYTES=block_bytes // pages.shape[3],
+        BLOCK_BYTES=block_bytes,
+    )
 
 
 def copy_pages_torch(pages: Tensor, copies: Tensor) -> None:
@@ -50,5 +54,6 @@ def _copy_kernel(pages, copies, num_blocks, TOKEN_BYTES: tl.constexpr, BLOCK_BYT
     byte = tl.program_id(2) * BYTES + tl.arange(0, BYTES)
     inside = byte < tl.load(copy + 2) * TOKEN_BYTES
     plane = pages + tl.program_id(1).to(tl.int64) * num_blocks * BLOCK_BYTES
-    data = masked_load(plane + tl.load(copy) * BLOCK_BYTES + byte, inside)
-    tl.store(plane + tl.load(copy + 1) * BLOCK_BYTES + byte, data, mask=inside)
+    source = plane + tl.load(copy) * BLOCK_BYTES
+    target = plane + tl.load(copy + 1) * BLOCK_BYTES
+    tl.store(target + byte, masked_load(source + byte, inside), mask=inside)
