@@ -508,9 +508,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/results",
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = max(found, key=itemgetter(0))"),
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = min(found)"),
-        ("start, stop = min(found, key=itemgetter(0))", "start, stop = found[0]"),
+        ("min(found, key=found.get, default=None)", "max(found, key=found.get, default=None)"),
+        ("min(found, key=found.get, default=None)", "min(found, default=None)"),
+        ("min(found, key=found.get, default=None)", "next(iter(found), None)"),
         ("            self._read(-1)", "            pass"),
         (
             "if self.detokenizer.num_tokens < params.min_tokens:",

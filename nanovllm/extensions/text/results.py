@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import weakref
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Request, Sequence
@@ -157,11 +156,11 @@ class GrowingText:
         if self.detokenizer.num_tokens < params.min_tokens:
             return None
         starts = {stop: text.find(stop, max(0, num_old - len(stop) + 1)) for stop in params.stop}
-        found = [(start, stop) for stop, start in starts.items() if start >= 0]
-        if not found:
-            return None
-        start, stop = min(found, key=itemgetter(0))
-        _cut_texts[self.seq] = text[: start + len(stop) * params.include_stop_str_in_output]
+        found = {stop: start for stop, start in starts.items() if start >= 0}
+        stop = min(found, key=found.get, default=None)
+        if found:
+            end = found[stop] + len(stop) * params.include_stop_str_in_output
+            _cut_texts[self.seq] = text[:end]
         return stop
 
     def take_delta(self) -> str:
