@@ -141,7 +141,8 @@ class BiasProcessor(LogitsProcessor):
     def receive(self, message: Any) -> None:
         kept, new, history = message
         device = self.history.device
-        self.rules = {slot: self.rules[slot] for slot in kept}
+        for slot in self.rules.keys() - kept:
+            del self.rules[slot]
         if new:
             sizes = [len(rules) for rules in new.values()]
             rules = to_device(np.concatenate([*new.values()]), device)
