@@ -59,7 +59,8 @@ def history_of(seq: Sequence) -> np.ndarray:
     history = np.full(HISTORY, -1, dtype=np.int32)
     end = len(seq.token_ids)
     start = max(seq.num_prompt_tokens, end - HISTORY)
-    history[np.arange(start, end) % HISTORY] = seq.token_ids[start:]
+    places = np.arange(start, end) % HISTORY
+    history[places] = seq.token_ids[start:]
     return history
 
 
@@ -87,7 +88,8 @@ class BiasProcessor(LogitsProcessor):
         params = request.params
         prompts = self.prompts
         prompts.check_has_tokenizer("bad_words", params.bad_words, where)
-        prompts.check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], where)
+        biased = [token_id for token_id, _ in params.logit_bias]
+        prompts.check_token_ids("logit_bias", biased, where)
         bad_words = self.bad_words(params)
         rules = rules_of(request, bad_words)
         if len(rules) > RULE_WORDS:
@@ -145,7 +147,8 @@ class BiasProcessor(LogitsProcessor):
             del self.rules[slot]
         if new:
             sizes = [len(rules) for rules in new.values()]
-            rules = to_device(np.concatenate([*new.values()]), device)
+            words = np.concatenate([*new.values()])
+            rules = to_device(words, device)
             self.rules |= zip(new, torch.split_with_sizes_copy(rules, sizes), strict=True)
             slots = to_device(np.array([*new]), device)
             self.history[slots] = to_device(history, device)
@@ -161,7 +164,8 @@ class BiasProcessor(LogitsProcessor):
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        self.history[step.slots, step.positions % HISTORY] = tokens.int()
+        place = step.positions % HISTORY
+        self.history[step.slots, place] = tokens.int()
 
     def reset(self) -> None:
         """A slot's history is written before it is read."""
