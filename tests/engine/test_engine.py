@@ -238,7 +238,7 @@ def test_copies_of_8_bit_blocks_hold_the_tokens_that_are_asked_for(folder):
         (pages,) = cache.pages
         pages.random_(256)
         before = pages.clone()
-        copy_blocks(cache, torch.tensor([0, 5]), torch.tensor([3, 2]), torch.tensor([1, 16]))
+        copy_blocks(cache, torch.tensor([(0, 3, 1), (5, 2, 16)]))
         assert torch.equal(pages[:, :, [3, 2]], before[:, :, [0, 5]])
         others = [0, 1, 4, 5, 6, 7]
         assert torch.equal(pages[:, :, others], before[:, :, others])
@@ -262,7 +262,7 @@ def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
         for part in (layer.k_cache, layer.v_cache):
             part.copy_(torch.arange(part.numel()).view(part.shape) % 251)
     before = [layer.v_cache[1].clone() for layer in layers]
-    copy_blocks(cache, torch.tensor([1]), torch.tensor([4]), torch.tensor([16]))
+    copy_blocks(cache, torch.tensor([(1, 4, 16)]))
     for layer, expected in zip(layers, before, strict=True):
         assert torch.equal(layer.v_cache[4], expected)
 

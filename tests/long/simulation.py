@@ -172,7 +172,7 @@ class FakeModel:
     def copy(self, batch: Batch, sequences: list[tuple[Sequence, tuple[int, int, int]]]) -> None:
         """All at once, in any order, before anything else that the step does."""
         message = batch.messages.get("prefix_cache")
-        copies = [] if message is None else message.T.tolist()
+        copies = [] if message is None else message.tolist()
         assert copies == [list(copy) for _, copy in sequences]
         copied: dict[int, int] = {}
         for seq, (source, target, num_tokens) in sequences:
@@ -202,7 +202,7 @@ class FakeModel:
                 assert query not in found, "two work items have the same query"
                 found[query] = queries[query], begin, states
         read: list[list[int]] = []
-        for row, partials in enumerate(plan.partials):
+        for row, partials in enumerate(plan.partials[: len(ends)]):
             mine: list[int] = []
             for owner, begin, states in sorted(found[i] for i in partials[: plan.num_partials[row]].tolist()):
                 assert owner == row and begin == len(mine), "not its own result, a gap or an overlap"

@@ -132,7 +132,7 @@ class FakeRunner:
     def run(self, sequences: list[Sequence], is_prefill: bool) -> list[int]:
         spans, size = [], self.block_size
         message = self.prefix_cache.prepare(sequences) if is_prefill else None
-        for source, target, num_tokens in [] if message is None else message.T.tolist():
+        for source, target, num_tokens in [] if message is None else message.tolist():
             for i in range(num_tokens):
                 self.cache[target * size + i] = self.cache[source * size + i]
         for sequence in sequences:

@@ -58,8 +58,11 @@ def _add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
     passed on as keyword arguments.
     """
     for name, (kind, text) in options.items():
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": "X"}
-        group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text, **how)
+        how = {"type": kind, "metavar": "X"}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
 def _parse_options(

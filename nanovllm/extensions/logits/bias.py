@@ -40,22 +40,27 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     rules += [(FOREVER, BAN, word) for word in bad_words]
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
-        rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
-    fields, before = [], []
+        ends = sorted(request.end_token_ids)
+        rules += [(until, BAN, [token_id]) for token_id in ends]
+    fields = []
+    before = []
     for until, added, (*preceding, token_id) in rules:
         before += preceding
         end = 1 + RULE_FIELDS * len(rules) + len(before)
         fields.append((until, added, token_id, end, len(preceding)))
     fields = np.reshape(fields, (-1, RULE_FIELDS)).T
     fields[1] = np.float32(fields[1]).view(np.int32)
-    return np.concatenate([[len(rules)], *fields, before]).astype(np.int32)
+    words = np.concatenate([[len(rules)], *fields, before])
+    return words.astype(np.int32)
 
 
 def history_of(seq: Sequence) -> np.ndarray:
     """The completion's last tokens, int32 [HISTORY]: each at its position modulo HISTORY, -1 elsewhere."""
     history = np.full(HISTORY, -1, dtype=np.int32)
-    start = max(seq.num_prompt_tokens, len(seq.token_ids) - HISTORY)
-    history[np.arange(start, len(seq.token_ids)) % HISTORY] = seq.token_ids[start:]
+    end = len(seq.token_ids)
+    start = max(seq.num_prompt_tokens, end - HISTORY)
+    places = np.arange(start, end) % HISTORY
+    history[places] = seq.token_ids[start:]
     return history
 
 
@@ -80,9 +85,11 @@ class BiasProcessor(LogitsProcessor):
         return bool(params.logit_bias or params.bad_words or params.min_tokens)
 
     def read(self, request: Any, where: str) -> np.ndarray:
-        params, prompts = request.params, self.prompts
+        params = request.params
+        prompts = self.prompts
         prompts.check_has_tokenizer("bad_words", params.bad_words, where)
-        prompts.check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], where)
+        biased = [token_id for token_id, _ in params.logit_bias]
+        prompts.check_token_ids("logit_bias", biased, where)
         bad_words = self.bad_words(params)
         rules = rules_of(request, bad_words)
         if len(rules) > RULE_WORDS:
@@ -102,56 +109,63 @@ class BiasProcessor(LogitsProcessor):
         Its token ids at the beginning of a text and after a space, for which most tokenizers have different
         tokens. Leaves out what contains tokens that the model never draws.
         """
-        plain, tokenize = text.lstrip(" "), self.prompts.tokenize
-        found = [tuple(tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
+        plain = text.lstrip(" ")
+        prompts = self.prompts
+        found = [tuple(prompts.tokenize(each, "bad_words", False)) for each in (plain, " " + plain)]
         if not any(found):
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
-        if (longest := max(map(len, found))) > HISTORY:
+        longest = max(map(len, found))
+        if longest > HISTORY:
             rule = f"each of bad_words must have at most {HISTORY} tokens"
             raise ValueError(f"{rule}, got {longest} of {shown(text)}")
-        return [[*ids] for ids in dict.fromkeys(found) if ids and max(ids) < self.prompts.vocab_size]
+        different = dict.fromkeys(found)
+        return [[*ids] for ids in different if ids and max(ids) < prompts.vocab_size]
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
-        Slots whose rules are no longer needed; new rules by slot, see `rules_of`; and the histories of these
+        Slots whose rules stay; new rules by slot, see `rules_of`; and the histories of these
         slots, int32 [slots, HISTORY], see `history_of`.
         """
-        dropped = [slot for slot, seq in self._in_slots.items() if seq.slot != slot]
-        for slot in dropped:
-            del self._in_slots[slot]
         new = {seq.slot: seq for seq in sequences if self.name in seq.request.own}
-        if not (dropped or new):
+        if not (self._in_slots or new):
             return None
-        self._in_slots.update(new)
+        kept = {slot: seq for slot, seq in self._in_slots.items() if seq.slot == slot and slot not in new}
+        self._in_slots = kept | new
         rules = {slot: seq.request.own[self.name] for slot, seq in new.items()}
-        return dropped, rules, np.array([*map(history_of, new.values())])
+        histories = [history_of(seq) for seq in new.values()]
+        return [*kept], rules, np.array(histories)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.history = torch.full((num_slots, HISTORY), -1, dtype=torch.int32, device=device)
+        shape = num_slots, HISTORY
+        self.history = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def receive(self, message: Any) -> None:
-        dropped, new, history = message
+        kept, new, history = message
         device = self.history.device
-        slots = [*dropped, *new]
-        for slot in slots:
-            self.rules.pop(slot, None)
+        for slot in self.rules.keys() - kept:
+            del self.rules[slot]
         if new:
-            rules = to_device(np.concatenate([*new.values()]), device)
-            parts = torch.split_with_sizes_copy(rules, [*map(len, new.values())])
-            self.rules.update(zip(new, parts, strict=True))
-            self.history[to_device(np.array([*new]), device)] = to_device(history, device)
-        addresses = [self.rules[slot].data_ptr() if slot in self.rules else 0 for slot in slots]
-        index, values = to_device(np.array([slots, addresses]), device)
-        self.addresses[index] = values
+            sizes = [len(rules) for rules in new.values()]
+            words = np.concatenate([*new.values()])
+            rules = to_device(words, device)
+            self.rules |= zip(new, torch.split_with_sizes_copy(rules, sizes), strict=True)
+            slots = to_device(np.array([*new]), device)
+            self.history[slots] = to_device(history, device)
+        addresses = [rules.data_ptr() for rules in self.rules.values()]
+        table = np.int64([[*self.rules], addresses])
+        slots, addresses = to_device(table, device)
+        self.addresses.zero_()[slots] = addresses
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()
-        apply_rules(logits, step.slots, step.positions, self.rules, self.addresses, self.history)
+        tables = self.rules, self.addresses, self.history
+        apply_rules(logits, step.slots, step.positions, *tables)
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        self.history.index_put_((step.slots, step.positions % HISTORY), tokens.int())
+        place = step.positions % HISTORY
+        self.history[step.slots, place] = tokens.int()
 
     def reset(self) -> None:
         """A slot's history is written before it is read."""

@@ -23,14 +23,20 @@ TokenLogprobs = tuple[float, int, list[int], list[float]]
 TopLogprobs = tuple[Tensor, ...]
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *drawn_with: Tensor | None) -> TopLogprobs:
+def top_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    *drawn_with: Tensor | None,
+) -> TopLogprobs:
     """
     Of token_ids int64 [tokens] and of num_top others at most, after logits [tokens, vocabulary];
     `drawn_with` are the temperatures and the lowest logits of `token_logprobs`.
     """
     token_ids = token_ids[:, None]
     if num_top:
-        token_ids = torch.cat((token_ids, top_tokens(logits, min(num_top, logits.shape[1]))), 1)
+        likeliest = top_tokens(logits, min(num_top, logits.shape[1]))
+        token_ids = torch.cat((token_ids, likeliest), 1)
     logprobs, ranks = token_logprobs(logits, token_ids, *drawn_with)
     return logprobs[:, 0], ranks, token_ids[:, 1:], logprobs[:, 1:]
 
@@ -40,10 +46,12 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
     The likeliest tokens, int64 [rows, count]. Of equal logits the one with the lower id comes first, where
     torch.topk takes any.
     """
-    blocks = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    padded = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
+    blocks = padded.unflatten(1, (-1, BLOCK))
     best = _largest(blocks.amax(2), count).sort(1).values  # these blocks have all of them
-    candidates = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
-    found = _largest(blocks.flatten(1).gather(1, candidates), count)
+    within = torch.arange(BLOCK, device=best.device)
+    candidates = (best[:, :, None] * BLOCK + within).flatten(1)
+    found = _largest(padded.gather(1, candidates), count)
     return candidates.gather(1, found)
 
 
@@ -53,9 +61,9 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
     """One for each token, with so many of the likeliest tokens."""
-    logprobs, ranks, *tops = found
-    tensors = logprobs, ranks, *(top[:, :num_top] for top in tops)
-    return list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
+    logprobs, ranks, top_ids, top_logprobs = found
+    tensors = logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top]
+    return [*zip(*(tensor.tolist() for tensor in tensors), strict=True)]
 
 
 class TopProcessor(LogitsProcessor):
@@ -66,10 +74,6 @@ class TopProcessor(LogitsProcessor):
 
     def wants(self, params: SamplingParams) -> bool:
         return bool(params.logprobs)
-
-
-def num_top_of(step: SamplingStep) -> int:
-    return MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
 
 
 class LogprobProcessor(LogitsProcessor):
@@ -92,15 +96,28 @@ class LogprobProcessor(LogitsProcessor):
             return logits.to(torch.float32, copy=True)
         return logits
 
-    def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top_of(step))
+    def drawn(
+        self,
+        raw_logits: Tensor,
+        tokens: Tensor,
+        step: SamplingStep,
+        *drawn_with: Tensor | None,
+    ) -> None:
+        num_top = MAX_LOGPROBS * any(isinstance(each, TopProcessor) for each in step.processors)
+        step.told[self.name] = top_logprobs(raw_logits, tokens, num_top, *drawn_with)
 
-    def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
-        rows = [i for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished]
-        asking = [drawing[i] for i in rows]
-        num_top = max((seq.sampling_params.logprobs for seq in asking), default=0)
-        found = read_logprobs(tuple(tensor[rows] for tensor in tensors), num_top)
-        for seq, newest in zip(asking, found, strict=True):
+    def record(
+        self,
+        sequences: list[Sequence],
+        drawing: list[Sequence],
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        asking = {
+            i: seq for i, seq in enumerate(drawing) if self.name in seq.request.own and not seq.is_finished
+        }
+        num_top = max((seq.sampling_params.logprobs for seq in asking.values()), default=0)
+        rows = tuple(tensor[[*asking]] for tensor in tensors)
+        for seq, newest in zip(asking.values(), read_logprobs(rows, num_top), strict=True):
             so_far = seq.request.own[self.name].setdefault(seq.seq_id, [])
             del so_far[len(seq.token_ids) - seq.num_prompt_tokens :]  # of a step that failed after this
             so_far.append(newest)
@@ -117,6 +134,5 @@ class ProcessedLogprobs(LogprobProcessor):
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
         temperatures = step.temperatures.masked_fill(step.temperatures == 0, 1)
-        drawn_with = temperatures, step.lowest
-        step.told[self.name] = top_logprobs(self._logits, tokens, num_top_of(step), *drawn_with)
+        super().drawn(self._logits, tokens, step, temperatures, step.lowest)
         del self._logits

@@ -25,17 +25,15 @@ def has_penalties(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
-def token_flags_of(seq: Sequence) -> tuple[int, dict[int, int]]:
-    """The flags of most tokens, and a dict of the others by token id."""
+def token_flags_of(seq: Sequence) -> tuple[int, list[tuple[int, int]]]:
+    """The flags of all tokens, and what is added to them: a token id and a number each."""
     params = seq.sampling_params
-    fill = 0 if params.allowed_token_ids is None else BANNED
-    flags = dict.fromkeys(params.allowed_token_ids or (), 0)
+    allowed = params.allowed_token_ids
+    added = [(token_id, -BANNED) for token_id in set(allowed or ())]
     if has_penalties(params):
-        for token_id in set(seq.prompt_token_ids):
-            flags[token_id] = flags.get(token_id, fill) | IN_PROMPT
-        for token_id in seq.completion_token_ids:
-            flags[token_id] = flags.get(token_id, fill) + 1
-    return fill, flags
+        added += [(token_id, IN_PROMPT) for token_id in set(seq.prompt_token_ids)]
+        added += [(token_id, 1) for token_id in seq.completion_token_ids]
+    return 0 if allowed is None else BANNED, added
 
 
 class PenaltyProcessor(SlotSettings):
@@ -56,42 +54,48 @@ class PenaltyProcessor(SlotSettings):
         params = request.params
         allowed = params.allowed_token_ids or ()
         self.prompts.check_token_ids("allowed_token_ids", allowed, where)
-        if params.min_tokens and allowed and request.end_token_ids.issuperset(allowed):
+        all_end = request.end_token_ids.issuperset(allowed)
+        if params.min_tokens and allowed and all_end:
             rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
             raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
 
     def numbers_of(self, params: SamplingParams) -> Penalties:
         repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
-        return Penalties(params.presence_penalty, params.frequency_penalty, repetition, has_flags=1.0)
+        return Penalties(params.presence_penalty, params.frequency_penalty, repetition)
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
-        The settings; slots that get new flags and those of tokens that are not listed, int64 [slots, 2]; and
-        the others, int64 [tokens, 2]: index into the flattened table and flags.
+        The settings; slots that get new flags and those of all their tokens, int64 [slots, 2]; and what is
+        added to single ones, int64 [tokens, 2]: index into the flattened table, number.
         """
-        fills, listed = [], []
+        fills, added = [], []
         for seq in sequences:
             if self.name in seq.request.own:
                 fill, flags = token_flags_of(seq)
                 fills.append((seq.slot, fill))
-                listed += [(seq.slot * self.vocab_size + token_id, flag) for token_id, flag in flags.items()]
-        pairs = (np.array(each, dtype=np.int64).reshape(-1, 2) for each in (fills, listed))
-        return super().prepare(sequences), *pairs
+                start = seq.slot * self.vocab_size
+                added += [(start + token_id, flag) for token_id, flag in flags]
+        settings = super().prepare(sequences)
+        fills, added = (np.int64(pairs).reshape(-1, 2) for pairs in (fills, added))
+        return settings, fills, added
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
         self.vocab_size = vocab_size
-        self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        shape = num_slots, vocab_size
+        self.token_flags = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def receive(self, message: Any) -> None:
-        settings, fills, listed = message
+        settings, fills, added = message
         super().receive(settings)
         device = self.token_flags.device
         slots, flags = to_device(fills, device).unbind(1)
         self.token_flags[slots] = flags.int()[:, None]
-        for start in range(0, len(listed), FLAGS_AT_ONCE):
-            index, flags = to_device(listed[start : start + FLAGS_AT_ONCE], device).unbind(1)
-            self.token_flags.view(-1)[index] = flags.int()
+        table = self.token_flags.view(-1)
+        for start in range(0, len(added), FLAGS_AT_ONCE):
+            some = added[start : start + FLAGS_AT_ONCE]
+            index, flags = to_device(some, device).unbind(1)
+            table.index_add_(0, index, flags.int())
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()
@@ -99,8 +103,7 @@ class PenaltyProcessor(SlotSettings):
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        index = step.slots.long() * self.vocab_size + tokens
-        self.token_flags.view(-1)[index] += 1
+        self.token_flags[step.slots, tokens] += 1
 
     def close(self) -> None:
         del self.table, self.token_flags

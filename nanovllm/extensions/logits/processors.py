@@ -10,6 +10,11 @@ from nanovllm.extensions.logits.scores import ScoreProcessor
 
 def make_processors(logprobs_mode: str) -> tuple[LogitsProcessor, ...]:
     """A rank's; the first has the budget of biases and bans, the last the scores."""
-    logprobs = ProcessedLogprobs() if logprobs_mode == "processed" else LogprobProcessor()
-    others = PenaltyProcessor(), FilterProcessor(), TopProcessor()
-    return BiasProcessor(), *others, logprobs, ScoreProcessor()
+    return (
+        BiasProcessor(),
+        PenaltyProcessor(),
+        FilterProcessor(),
+        TopProcessor(),
+        ProcessedLogprobs() if logprobs_mode == "processed" else LogprobProcessor(),
+        ScoreProcessor(),
+    )

@@ -11,11 +11,7 @@ from torch import Tensor
 from nanovllm.engine.interfaces import LogitsProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import to_device
-from nanovllm.extensions.logits.logprobs import (
-    TokenLogprobs,
-    read_logprobs,
-    top_logprobs,
-)
+from nanovllm.extensions.logits.logprobs import TokenLogprobs, read_logprobs, top_logprobs
 from nanovllm.layers.sampler import SamplingStep
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -44,9 +40,9 @@ class Scores:
         self.num_scored = self.first + len(self.found)  # or about to be, by a step in flight
 
 
-# The tokens that a prefill step scores, int64 [scored] both: where in the batch the token before each stands,
+# The tokens that a prefill step scores, int64 [2, scored]: where in the batch the token before each stands,
 # and their ids; and how many of the likeliest tokens are asked for.
-Scoring = tuple[np.ndarray, np.ndarray, int]
+Scoring = tuple[np.ndarray, int]
 
 
 class ScoreProcessor(LogitsProcessor):
@@ -58,6 +54,7 @@ class ScoreProcessor(LogitsProcessor):
     needs_whole = False
     changes_logits = False
     prefill_only = True
+    scoring = Scores  # what a request has in its `own`
 
     def __init__(self) -> None:
         self._steps: list[list[tuple[Scores, int]]] = []  # in flight, and how many tokens each scores
@@ -68,10 +65,6 @@ class ScoreProcessor(LogitsProcessor):
 
     def read(self, request: Any, where: str) -> Scores:
         return Scores(request.token_ids[1:])
-
-    def scoring(self, targets: list[int], first: int = 0) -> Scores:
-        """What a request has in its `own` whose text is scored from its `first` target on."""
-        return Scores(targets, first)
 
     def _scores_of(self, seq: Sequence) -> Scores | None:
         """What this sequence scores, if there is anything left."""
@@ -89,26 +82,25 @@ class ScoreProcessor(LogitsProcessor):
 
     def prepare(self, sequences: list[Sequence]) -> Scoring | None:
         """What this step scores counts as scored from here on."""
-        indices, targets, scored, start = [], [], [], 0
+        pairs, steps, start = [], [], 0
         for seq in sequences:
             if (scores := self._scores_of(seq)) is not None:
                 place = start - seq.num_computed_tokens  # in the batch, of the sequence's first token
                 end = seq.num_computed_tokens + seq.num_scheduled_tokens
                 found = scores.targets[scores.num_scored : end]
-                indices += range(place + scores.num_scored, place + scores.num_scored + len(found))
-                targets += found
-                scored.append((scores, len(found)))
+                pairs += enumerate(found, place + scores.num_scored)
+                steps.append((scores, len(found)))
                 scores.num_scored += len(found)
             start += seq.num_scheduled_tokens
-        if not targets:
+        if not pairs:
             return None
-        self._steps.append(scored)
+        self._steps.append(steps)
         num_top = max(seq.sampling_params.prompt_logprobs or 0 for seq in sequences)
-        return np.array(indices, dtype=np.int64), np.array(targets, dtype=np.int64), num_top
+        return np.array(pairs).T.copy(), num_top
 
     def largest(self, length: int) -> Scoring | None:
-        indices = np.arange(min(length - 1, SCORED_AT_ONCE))
-        return (indices, np.zeros_like(indices), MAX_LOGPROBS) if len(indices) else None
+        count = min(length - 1, SCORED_AT_ONCE)
+        return (np.zeros((2, count), dtype=np.int64), MAX_LOGPROBS) if count else None
 
     def record(self, sequences: list[Sequence], drawing: list[Sequence], tensors: tuple[Tensor, ...]) -> None:
         found = iter(read_logprobs(tensors, MAX_LOGPROBS))
@@ -120,20 +112,17 @@ class ScoreProcessor(LogitsProcessor):
 
     def hidden(self, hidden_states: Tensor, lm_head: Any, step: SamplingStep) -> None:
         """How likely each target is after the token before it. hidden_states [tokens, hidden size]."""
-        scoring, self._scoring = self._scoring, None
-        if scoring is None:
+        if self._scoring is None:
             return
-        *arrays, num_top = scoring
-        indices, targets = (to_device(array, hidden_states.device) for array in arrays)
-        pairs = zip(indices.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        (pairs, num_top), self._scoring = self._scoring, None
         parts = (
             top_logprobs(lm_head.gather(lm_head.logits(hidden_states[index])), target, num_top)
-            for index, target in pairs
+            for index, target in to_device(pairs, hidden_states.device).split(SCORED_AT_ONCE, dim=1)
         )
         step.told[self.name] = tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def reset(self) -> None:
-        for scores, _ in itertools.chain.from_iterable(self._steps):
+        for scores, _ in sum(self._steps, []):
             scores.restart()
         self._steps.clear()
         self._scoring = None

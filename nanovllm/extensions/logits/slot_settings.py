@@ -26,12 +26,10 @@ class SlotSettings(LogitsProcessor):
             self.numbers_of(seq.request.params) if self.name in seq.request.own else self.neutral
             for seq in sequences
         ]
-        slots = [seq.slot for seq in sequences]
-        return np.array(slots, dtype=np.int64), np.array(numbers, dtype=np.float32)
+        return np.array([seq.slot for seq in sequences]), np.float32(numbers)
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.table = torch.empty(num_slots, len(self.neutral), dtype=torch.float32, device=device)
-        self.reset()
+        self.table = torch.tensor([self.neutral] * num_slots, dtype=torch.float32, device=device)
 
     def receive(self, message: Any) -> None:
         slots, numbers = (to_device(array, self.table.device) for array in message)

@@ -33,6 +33,7 @@ class CascadeBackend(AttentionBackend):
     """A step has a plan, and the key True, where sharing pays; without one the back-end behind does all."""
 
     make_planner = CascadePlanner
+    only_plans = False  # the back-end behind computes planned steps, too
 
     def __init__(self, behind: AttentionBackend, config: Config):
         super().__init__(behind.layout)
@@ -48,9 +49,10 @@ class CascadeBackend(AttentionBackend):
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         """Prefixes may lie before a layer's first token, of which it reads less by itself."""
+        behind = self.behind.for_layer(layer)  # which may refuse it
         sizes = layer.num_heads // layer.num_kv_heads, layer.head_dim, self.config.torch_dtype.itemsize
         is_fit = self.largest_plan and can_share(self.heads_per_kv_head, *sizes, self.buffer.device)
-        return self if is_fit and layer.variant.hooks.first_token is None else self.behind
+        return self if is_fit and layer.variant.hooks.first_token is None else behind
 
     def allocate(self, device: torch.device) -> None:
         config = self.config
@@ -76,15 +78,13 @@ class CascadeBackend(AttentionBackend):
         self.buffer.copy_(to_device(message, self.buffer.device))
 
     def inputs(self, batch_size: int, key: bool) -> CascadePlan:
-        return CascadePlan._make(
-            table[: shape[0]] for table, shape in zip(self.tables, plan_shapes(batch_size), strict=True)
-        )
+        return self.tables
 
     def close(self) -> None:
         self.buffer = self.tables = None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        if step.attention_plan is None:
+        if step.attention_plan is None or self.only_plans:
             return self.behind.decode(q, k, v, variant, step)
         attend = cascade_attention_torch if self.config.attention_backend == "torch" else cascade_attention
         return attend(q, k, v, variant, step, self.layout)
@@ -94,10 +94,4 @@ class WholePrefixBackend(CascadeBackend):
     """Makes plans for a back-end that reads prefixes itself, and adds up tokens in order."""
 
     make_planner = WholePrefixPlanner
-
-    def for_layer(self, layer: Attention) -> AttentionBackend:
-        self.behind.for_layer(layer)  # may refuse it
-        return super().for_layer(layer)
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        return self.behind.decode(q, k, v, variant, step)
+    only_plans = True

@@ -87,8 +87,8 @@ class CascadePlanner:
                 insort(self._prompts, (pack(seq.request.token_ids), seq.seq_id))
         before, self._common = self._common, {}
         for (first, a), (second, b) in pairwise(self._prompts):
-            common = before.get((a, b))
-            self._common[a, b] = count_common(first, second) if common is None else common
+            pair = a, b
+            self._common[pair] = before[pair] if pair in before else count_common(first, second)
 
     def _divide(self, prefixes: list[Prefix]) -> np.ndarray | None:
         """The number of spans of each prefix, so that the device is busy; None if a table has no room."""
@@ -115,7 +115,8 @@ class CascadePlanner:
 
     def _make_plan(self, prefixes: list[Prefix], counts: np.ndarray, rows: dict[int, int]) -> CascadePlan:
         """With so many spans of each prefix, for sequences with these ids."""
-        plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in plan_shapes(self.num_rows)))
+        shapes = plan_shapes(self.num_rows)
+        plan = CascadePlan(*(np.zeros(shape, np.int32) for shape in shapes))
         num_queries, items = 0, []
         order = np.array([rows[seq_id] for _, seq_id in self._prompts])
         for prompts, bounds, common in self._spans(prefixes, counts):
@@ -143,8 +144,10 @@ class CascadePlanner:
         """
         for prefix, count in zip(prefixes, counts, strict=True):
             # Spans of nearly the same length.
-            starts = (prefix.end - prefix.begin) * np.arange(count) // count // ITEM_STEP * ITEM_STEP
-            yield slice(prefix.first, prefix.last), [*(prefix.begin + starts), prefix.end], 0
+            length = prefix.end - prefix.begin
+            starts = length * np.arange(count) // count // ITEM_STEP * ITEM_STEP
+            bounds = [*(prefix.begin + starts), prefix.end]
+            yield slice(prefix.first, prefix.last), bounds, 0
 
 
 class WholePrefixPlanner(CascadePlanner):
@@ -188,5 +191,6 @@ def choose_prefixes(common: np.ndarray, min_saved: int) -> list[Prefix]:
             begin = prefix.end
         # Prompts that have no more in common part here.
         cuts = first + 1 + np.flatnonzero(between == prefix.end)
-        rest += [(*part, begin) for part in pairwise([first, *cuts, last])]
+        for part in pairwise([first, *cuts, last]):
+            rest.append((*part, begin))
     return chosen

@@ -25,7 +25,6 @@ from nanovllm.engine.slots import to_device
 from nanovllm.extensions.prefixes.kernels.copy_pages import copy_blocks
 
 WAIT_TOKENS = 64
-TOKEN_BYTES = 8
 # What stands for all tokens before a block: the hash of the block before it. And whether a step that computes
 # the block has been enqueued: only then it can be copied.
 Place = tuple[int, bool]
@@ -39,8 +38,9 @@ def pack(token_ids: list[int]) -> bytes:
 
 def count_common(first: bytes, second: bytes) -> int:
     """How many tokens two lists of packed tokens begin with in common."""
-    length = min(len(first), len(second)) // TOKEN_BYTES
-    differ = np.frombuffer(first, "<i8", length) != np.frombuffer(second, "<i8", length)
+    length = min(len(first), len(second)) // 8
+    a, b = (np.frombuffer(packed, "<i8", length) for packed in (first, second))
+    differ = a != b
     return int(differ.argmax()) if differ.any() else length
 
 
@@ -64,8 +64,8 @@ class TokenPrefixes(PrefixCache):
 
     def find(self, seq: Sequence) -> TokenHit:
         """Whole blocks up to the first miss, and from another block what follows."""
-        pool, most = self.pool, self.max_cached(seq)
-        size = pool.block_size
+        pool = self.pool
+        most, size = self.max_cached(seq), pool.block_size
         blocks: list[int] = []
         parent = -1
         while True:
@@ -100,30 +100,30 @@ class TokenPrefixes(PrefixCache):
 
     def add(self, seq: Sequence, i: int, is_computed: bool, end: int) -> None:
         """Have the sequence's i-th block found by its tokens, as far as they are before this one."""
-        block_id, start = seq.block_table[i], i * self.pool.block_size
+        block_id = seq.block_table[i]
+        start = i * self.pool.block_size
+        packed = pack(seq.token_ids[start:end])
         place = seq.block_hashes[i - 1] if i else -1, is_computed
-        packed = self.forgotten(block_id)  # of the same tokens, if it is of as many
-        if len(packed) != (end - start) * TOKEN_BYTES:
-            packed = pack(seq.token_ids[start:end])
+        self.forgotten(block_id)
         self.blocks[block_id] = place, packed
         insort(self.children.setdefault(place, []), (packed, block_id))
 
-    def forgotten(self, block_id: int) -> bytes:
-        """Returns what the block was found by."""
-        place, packed = self.blocks.pop(block_id, (None, b""))
-        if packed:
+    def forgotten(self, block_id: int) -> None:
+        if block_id in self.blocks:
+            place, packed = self.blocks.pop(block_id)
             children = self.children[place]
             del children[bisect_left(children, (packed, block_id))]
             if not children:
                 del self.children[place]
-        return packed
 
     def allocated(self, seq: Sequence, hit: TokenHit) -> None:
         self.pinned.update(hit.pins)
-        size, first = self.pool.block_size, len(hit.blocks)
+        size = self.pool.block_size
+        first = len(hit.blocks)
         for i in range(first, seq.num_blocks):
             self.add(seq, i, COMPUTING, (i + 1) * size)
-        if num_copied := hit.num_tokens % size:
+        num_copied = hit.num_tokens % size
+        if num_copied:
             self.copies.append((hit.source, seq.block_table[first], num_copied))
             self.num_copied_tokens += num_copied
 
@@ -143,17 +143,18 @@ class TokenPrefixes(PrefixCache):
             self.add(seq, i, COMPUTED, end)
 
     def prepare(self, sequences: list[Sequence]) -> np.ndarray | None:
-        """int64 [3, copies]: from which block to which, and how many tokens."""
+        """int64 [copies, 3]: from which block to which, and how many tokens."""
         for block_id in self.pinned:  # no block is handed out before the step that copies is enqueued
             self.pool.give_back(block_id)
         self.pinned.clear()
         for seq in sequences:
-            self.written(seq, seq.num_computed_tokens, seq.num_computed_tokens + seq.num_scheduled_tokens)
+            start = seq.num_computed_tokens
+            self.written(seq, start, start + seq.num_scheduled_tokens)
         copies, self.copies = self.copies, []
-        return np.array(copies).T.copy() if copies else None
+        return np.array(copies) if copies else None
 
     def receive(self, message: np.ndarray, kv_cache: Any) -> None:
-        copy_blocks(kv_cache, *to_device(message, kv_cache.device))
+        copy_blocks(kv_cache, to_device(message, kv_cache.device))
 
     def stats(self) -> dict[str, int]:
         return {"num_copied_tokens": self.num_copied_tokens}

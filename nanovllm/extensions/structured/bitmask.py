@@ -36,7 +36,7 @@ class BitmaskProcessor(LogitsProcessor, Observer):
     reads_slowly = True
 
     def __init__(self) -> None:
-        self._states: dict[int, GrammarState] = {}  # by seq_id, of those that go on
+        self._states: dict[Sequence, GrammarState] = {}  # of those that go on
 
     def start(self, config: Any, prompts: Any) -> None:
         self.max_num_seqs = config.max_num_seqs
@@ -59,12 +59,12 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         """
         guided = [seq for seq in sequences if self.name in seq.request.own and not seq.is_finished]
         for seq in guided:
-            if seq.seq_id not in self._states:
-                self._states[seq.seq_id] = GrammarState(seq, seq.request.own[self.name])
+            if seq not in self._states:
+                self._states[seq] = GrammarState(seq, seq.request.own[self.name])
         # A thread works through neighbours: those that share a lexer would wait for each other in several.
-        states = sorted((self._states[seq.seq_id] for seq in guided), key=lambda state: id(state.lexer))
-        masks = {state.sequence.seq_id: i for i, state in enumerate(states)}
-        index = np.array([masks.get(seq.seq_id, -1) for seq in sequences], dtype=np.int32)
+        states = sorted((self._states[seq] for seq in guided), key=lambda state: id(state.lexer))
+        masks = {state.sequence: i for i, state in enumerate(states)}
+        index = np.int32([masks.get(seq, -1) for seq in sequences])
         bits = self._bits[: len(states)]
         if states:
             self._make_masks(states, bits)
@@ -97,13 +97,12 @@ class BitmaskProcessor(LogitsProcessor, Observer):
     def _bits(self) -> np.ndarray:
         """int32 [sequences, words]: where masks are made, from where a GPU can copy them by itself."""
         shape = self.max_num_seqs, cdiv(self.compiler.vocabulary.vocab_size, 32)
-        return torch.empty(
-            shape, dtype=torch.int32, device="cpu", pin_memory=self._stream is not None
-        ).numpy()
+        is_pinned = self._stream is not None
+        return torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=is_pinned).numpy()
 
     def ended(self, seq: Sequence) -> None:
-        if (state := self._states.pop(seq.seq_id, None)) is not None:
-            state.close()
+        if seq in self._states:
+            self._states.pop(seq).close()
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         """The device's copy of a step's masks is always in the same place, so that a CUDA graph finds it."""
@@ -117,7 +116,8 @@ class BitmaskProcessor(LogitsProcessor, Observer):
         were made of its tokens: nobody reads its masks any more.
         """
         index, bits = message
-        bits = np.ascontiguousarray(bits[:, : self.masks[1].shape[1]])  # a tokenizer may have more tokens
+        words = self.masks[1].shape[1]  # a tokenizer may have more tokens
+        bits = np.ascontiguousarray(bits[:, :words])
         with torch.cuda.stream(self._stream):
             for target, array in zip(self.masks, (index, bits), strict=True):
                 source = torch.from_numpy(array)

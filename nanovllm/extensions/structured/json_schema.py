@@ -29,26 +29,24 @@ def close_objects(root: Any) -> None:
             continue
         is_listing = any(name in schema for name in LISTING)
         # What describes the same value as the schema itself.
-        merged = [*_values(schema.get("allOf")), schema.get("anyOf"), schema.get("oneOf")]
-        merged = [each for each in (*merged, _resolve(root, schema.get("$ref"))) if each is not None]
+        every = schema.get("allOf")
+        merged = [*every] if isinstance(every, list) else []
+        merged += [schema.get("anyOf"), schema.get("oneOf"), _resolve(root, schema.get("$ref"))]
+        merged = [each for each in merged if each is not None]
         is_part = is_part or is_listing + len(merged) > 1
         if (id(schema), is_part) in seen:
             continue
         seen.add((id(schema), is_part))
-        left.extend((each, is_part) for each in merged)
-        left.extend((each, False) for name in NAMED for each in _values(schema.get(name)))
-        left.extend((schema.get(name), False) for name in OTHERS)
+        left.append((merged, is_part))
+        for name in NAMED:
+            named = schema.get(name)
+            left.append(([*named.values()] if isinstance(named, dict) else named, False))
+        left += [(schema.get(name), False) for name in OTHERS]
         if is_listing and not any(name in schema for name in ALLOWING):
             listing.append(schema)
     for schema in listing:
         if (id(schema), True) not in seen:
             schema["additionalProperties"] = False
-
-
-def _values(collection: Any) -> list[Any]:
-    if isinstance(collection, dict):
-        return [*collection.values()]
-    return collection if isinstance(collection, list) else []
 
 
 def _resolve(root: Any, reference: Any) -> Any:

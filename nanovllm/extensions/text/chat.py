@@ -32,30 +32,20 @@ def render(
     """The texts of conversations, see `LLM.chat`. Raises ValueError."""
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
-    _check_media(chats)
     form = chat_template_content_format
     has_parts = any(isinstance(message["content"], list) for chat in chats for message in chat)
-    if form == "openai":
-        chats = [[_with_parts(message) for message in chat] for chat in chats]
-    elif has_parts and (form == "string" or not _takes_parts(tokenizer, chat_template)):
-        chats = [[_without_parts(m, f"conversation {i}") for m in chat] for i, chat in enumerate(chats)]
+    if form == "auto" and has_parts and not _takes_parts(tokenizer, chat_template):
+        form = "string"
     options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
     options["chat_template"] = chat_template
     texts = []
-    for i, conversation in enumerate(chats):
+    for i, chat in enumerate(chats):
+        conversation = [_in_form(form, message, f"conversation {i}") for message in chat]
         try:
             texts.append(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
     return texts
-
-
-def _check_media(chats: list[list[dict[str, Any]]]) -> None:
-    for i, chat in enumerate(chats):
-        for message in chat:
-            for part in message["content"] if isinstance(message["content"], list) else ():
-                is_text = not isinstance(part, dict) or not OTHER_MEDIA.search(str(part.get("type")))
-                check(is_text, f"conversation {i}: models here read text alone", part)
 
 
 def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
@@ -68,20 +58,23 @@ def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
     return PROBE in text and not any(quote + PROBE in text for quote in "'\"")
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _in_form(form: str, message: dict[str, Any], name: str) -> dict[str, Any]:
+    """The message with a content of this form: a "string", parts ("openai"), or as it was given ("auto")."""
     content = message["content"]
-    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _without_parts(message: dict[str, Any], name: str) -> dict[str, Any]:
-    content = message["content"]
+    if isinstance(content, str) and form == "openai":
+        content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         return message
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    rule = f"{name}: the chat template wants a string, so all parts of a content must be texts"
-    for text, part in zip(texts, content, strict=True):
-        check(isinstance(text, str), rule, part)
-    return message | {"content": "\n".join(texts)}
+    for part in content:
+        is_text = not isinstance(part, dict) or not OTHER_MEDIA.search(str(part.get("type")))
+        check(is_text, f"{name}: models here read text alone", part)
+    if form == "string":
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        rule = f"{name}: the chat template wants a string, so all parts of a content must be texts"
+        for text, part in zip(texts, content, strict=True):
+            check(isinstance(text, str), rule, part)
+        content = "\n".join(texts)
+    return message | {"content": content}
 
 
 def as_list(values: Any) -> list | tuple | None:

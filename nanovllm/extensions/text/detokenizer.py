@@ -24,14 +24,17 @@ class Vocabulary(dict[int, str]):
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self.hidden = {i for i in special if not tokenizer.decode([i], skip_special_tokens=True)}
         ids = tokenizer.convert_tokens_to_ids(BYTES)
-        known = [(i, byte) for byte, i in enumerate(ids) if i is not None]
-        self.byte_of = {i: byte for i, byte in known if tokenizer.convert_ids_to_tokens(i) == BYTES[byte]}
+        self.byte_of = {
+            i: byte
+            for byte, i in enumerate(ids)
+            if i is not None and tokenizer.convert_ids_to_tokens(i) == BYTES[byte]
+        }
         self.invalid = [i for i, byte in self.byte_of.items() if byte == 0xFF]  # never part of UTF-8
         self.runs_are_text = False
         if len(self.byte_of) == len(BYTES):
             euro = [ids[byte] for byte in "€".encode()]
-            texts = [tokenizer.decode(token_ids) for token_ids in (euro, euro + self.invalid)]
-            self.runs_are_text = texts == ["€", 4 * INCOMPLETE]
+            texts = tokenizer.decode(euro), tokenizer.decode(euro + self.invalid)
+            self.runs_are_text = texts == ("€", 4 * INCOMPLETE)
 
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._tokenizer.decode([token_id])
@@ -85,9 +88,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.num_tokens = 0
+        self.num_tokens = self.num_settled = 0
         self.text = ""
-        self.num_settled = 0
         self._vocabulary = vocabulary_of(tokenizer)
         self._hidden = self._vocabulary.hidden if skip_special_tokens else set()
         self._window: list[int] = []  # the tokens that are decoded together
@@ -106,8 +108,10 @@ class Detokenizer:
         """The settled text, without characters at its end that may begin one of these stop texts."""
         settled = self.text[: self.num_settled]
         longest = max(map(len, stops), default=0) - 1
-        starts = range(max(0, len(settled) - longest), len(settled))
-        return settled[: next((i for i in starts if any(s.startswith(settled[i:]) for s in stops)), None)]
+        for i in range(max(0, len(settled) - longest), len(settled)):
+            if any(stop.startswith(settled[i:]) for stop in stops):
+                return settled[:i]
+        return settled
 
     def _add(self, token_id: int) -> None:
         self._window.append(token_id)
@@ -146,7 +150,8 @@ class Detokenizer:
     def _settle(self) -> None:
         self.num_settled = len(self.text)
         self._window = self._window[self._num_context_tokens :]
-        self._num_context_tokens, self._num_context = len(self._window), len(self._decode(self._window))
+        self._num_context_tokens = len(self._window)
+        self._num_context = len(self._decode(self._window))
         self._decided = ""
 
     def _cut(self, text: str) -> None:
@@ -161,7 +166,8 @@ class Detokenizer:
         if before + self._decode(window)[len(known) :] == text:
             self._decided = self._new_of(before)
             self._window = window
-            self._num_context_tokens, self._num_context = KEPT, len(known)
+            self._num_context_tokens = KEPT
+            self._num_context = len(known)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

@@ -27,7 +27,6 @@ Params = SamplingParams | None  # None is what the checkpoint recommends
 ParamsOfAll = Params | list[SamplingParams]
 MakeBar = Callable[..., tqdm]
 UseBar = bool | MakeBar
-no_bar = functools.partial(tqdm, disable=True)
 
 
 @dataclass(eq=False)
@@ -44,7 +43,10 @@ def _bar_maker(use_tqdm: UseBar) -> MakeBar:
     """What makes the progress bar, which may be hidden."""
     is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
     check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else no_bar
+    return use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not use_tqdm)
+
+
+no_bar = _bar_maker(False)
 
 
 class TextLLM(LLMEngine):

@@ -28,9 +28,13 @@ Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
 
 class TextInputProcessor(InputProcessor):
-    served = InputProcessor.served.union(
-        "n stop include_stop_str_in_output skip_special_tokens detokenize".split()
-    )
+    served = InputProcessor.served | {
+        "n",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "detokenize",
+    }
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
@@ -56,7 +60,8 @@ class TextInputProcessor(InputProcessor):
         """Keeps the text of the prompt, unless that was given as token ids alone."""
         request = super().make_request(prompt, params, name)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        request.own["text"] = text if isinstance(text, str) else None
+        if isinstance(text, str):
+            request.own["text"] = text
         return request
 
     def read_prompt(self, prompt: Any, name: str) -> list[int]:
@@ -70,30 +75,35 @@ class TextInputProcessor(InputProcessor):
 
     def read_scored(self, texts: Any, from_token: Any) -> list[tuple[list[int], Request]]:
         """The token ids of a text or a list of texts, and the request that scores them, see `LLM.score`."""
-        texts, found = self.as_prompts(texts), []
+        texts = self.as_prompts(texts)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        first_tokens = from_token if isinstance(from_token, (list, tuple)) else [from_token] * len(texts)
-        if len(first_tokens) != len(texts):
-            raise ValueError(f"there are {len(texts)} prompts but {len(first_tokens)} from_token")
+        if not isinstance(from_token, (list, tuple)):
+            from_token = [from_token] * len(texts)
+        if len(from_token) != len(texts):
+            raise ValueError(f"there are {len(texts)} prompts but {len(from_token)} from_token")
         place = [processor.name for processor in self.processors].index("scores")
-        for i, (text, first) in enumerate(zip(texts, first_tokens, strict=True)):
+        scoring = self.processors[place].scoring
+        found = []
+        for i, (text, first) in enumerate(zip(texts, from_token, strict=True)):
             name = f"prompts[{i}]"
             ids = self.read_prompt(text, name)
-            self.check_length(len(ids), 0, name)
-            rule = f"from_token must be an integer from 0 to {len(ids)}, the tokens of {name}"
-            check(is_number(first, int, 0, len(ids)), rule, first)
-            own = {"scores": self.processors[place].scoring(ids[1:], max(int(first) - 1, 0))}
-            request = Request(ids[:-1], params, self.block_size, None, len(ids), wanted=1 << place, own=own)
+            size = len(ids)
+            self.check_length(size, 0, name)
+            rule = f"from_token must be an integer from 0 to {size}, the tokens of {name}"
+            check(is_number(first, int, 0, size), rule, first)
+            own = {"scores": scoring(ids[1:], max(int(first) - 1, 0))}
+            request = Request(ids[:-1], params, self.block_size, None, size, wanted=1 << place, own=own)
             found.append((ids, request))
         return found
 
     def render_chats(self, messages: Any, **options: Any) -> list[dict[str, Any]]:
         """One conversation or a list of them, see `LLM.chat`, as dicts of text and token ids."""
         self.check_chat_options(**options)
-        conversations, chats = as_conversations(messages), []
+        conversations = as_conversations(messages)
         for i, conversation in enumerate(conversations):
             self.check_conversation(conversation, f"conversation {i}")
         texts = render(self.tokenizer, self.config.model, conversations, **options)
+        chats = []
         for i, text in enumerate(texts):
             # The template writes the special tokens itself.
             token_ids = self.tokenize(text, f"conversation {i}", add_special_tokens=False)

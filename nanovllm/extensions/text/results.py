@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import weakref
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Request, Sequence
@@ -76,10 +75,12 @@ def completion_text(tokenizer: Any, seq: Sequence) -> str:
 
 def make_result(tokenizer: Any, completions: list[Sequence]) -> Result:
     """The result of a prompt (see `LLM.generate`) from its finished completions."""
-    outputs = [_describe_completion(tokenizer, seq, index) for index, seq in enumerate(completions)]
+    outputs = [_fill(Completion(), tokenizer, seq, completion_text(tokenizer, seq)) for seq in completions]
+    for index, output in enumerate(outputs):
+        output.index = index
     first = completions[0]
-    result = Result(outputs[0], num_prompt_tokens=first.num_prompt_tokens)
-    result["num_cached_tokens"] = first.num_prompt_tokens_cached or 0  # None: never admitted
+    num_cached = first.num_prompt_tokens_cached or 0  # None: never admitted
+    result = Result(outputs[0], num_prompt_tokens=first.num_prompt_tokens, num_cached_tokens=num_cached)
     if (count := first.sampling_params.prompt_logprobs) is not None:
         described = _describe(tokenizer, first.prompt_token_ids[1:], first.request.own["scores"].found, count)
         result["prompt_logprobs"] = [None, *described]
@@ -103,20 +104,16 @@ def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
     }
 
 
-def _describe_completion(tokenizer: Any, seq: Sequence, index: int) -> Completion:
-    output = Completion(text=completion_text(tokenizer, seq), token_ids=seq.completion_token_ids)
+def _fill(output: AttrDict, tokenizer: Any, seq: Sequence, text: str, start: int = 0) -> AttrDict:
+    """Put into `output` what a completion has from its token `start` on, whose text is given."""
+    token_ids = seq.completion_token_ids[start:]
+    output.update(text=text, token_ids=token_ids)
     output.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
-    output.index = index
     if (count := seq.sampling_params.logprobs) is not None:
-        found = _logprobs_of(seq)
-        output["logprobs"] = _describe(tokenizer, seq.completion_token_ids, found, count)
+        found = seq.request.own["logprobs"].get(seq.seq_id, [])[start : seq.num_completion_tokens]
+        output["logprobs"] = _describe(tokenizer, token_ids, found, count)
         output.cumulative_logprob = sum(logprob for logprob, *_ in found)
     return output
-
-
-def _logprobs_of(seq: Sequence) -> list[Any]:
-    """What the logits processor has found of the completion's tokens."""
-    return seq.request.own["logprobs"].get(seq.seq_id, [])[: seq.num_completion_tokens]
 
 
 def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int) -> list[dict[int, Logprob]]:
@@ -144,8 +141,7 @@ class GrowingText:
         self.tokenizer, self.seq, self.detokenizer = tokenizer, seq, None
         if tokenizer is not None and params.detokenize:
             self.detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
-        self.num_shown = 0  # characters
-        self.num_shown_tokens = 0
+        self.num_shown = self.num_shown_tokens = 0  # characters, tokens
 
     def find_stop(self) -> str | None:
         """
@@ -160,11 +156,11 @@ class GrowingText:
         if self.detokenizer.num_tokens < params.min_tokens:
             return None
         starts = {stop: text.find(stop, max(0, num_old - len(stop) + 1)) for stop in params.stop}
-        found = [(start, stop) for stop, start in starts.items() if start >= 0]
-        if not found:
-            return None
-        start, stop = min(found, key=itemgetter(0))
-        _cut_texts[self.seq] = text[: start + len(stop) * params.include_stop_str_in_output]
+        found = {stop: start for stop, start in starts.items() if start >= 0}
+        stop = min(found, key=found.get, default=None)
+        if found:
+            end = found[stop] + len(stop) * params.include_stop_str_in_output
+            _cut_texts[self.seq] = text[:end]
         return stop
 
     def take_delta(self) -> str:
@@ -183,14 +179,10 @@ class GrowingText:
     def take_piece(self) -> Piece | None:
         """What is new, with tokens and what belongs to them, or None."""
         seq, start = self.seq, self.num_shown_tokens
-        token_ids = seq.completion_token_ids[start:]
-        if not token_ids and not seq.is_finished:
+        if start == len(seq.completion_token_ids) and not seq.is_finished:
             return None
-        self.num_shown_tokens += len(token_ids)
-        piece = Piece(text=self.take_delta(), token_ids=token_ids)
-        piece.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
-        if (count := seq.sampling_params.logprobs) is not None:
-            piece["logprobs"] = _describe(self.tokenizer, token_ids, _logprobs_of(seq)[start:], count)
+        piece = _fill(Piece(), self.tokenizer, seq, self.take_delta(), start)
+        self.num_shown_tokens += len(piece.token_ids)
         return piece
 
     def _read(self, end: int | None = None) -> str:

@@ -9,7 +9,7 @@ from nanovllm.extensions.text.results import GrowingText
 
 class StopTexts(Observer):
     def __init__(self) -> None:
-        self.texts: dict[int, GrowingText] = {}  # by seq_id, of sequences that have stop texts
+        self.texts: dict[Sequence, GrowingText] = {}  # of those that have stop texts
 
     def started(self, engine: Any) -> None:
         self.engine = engine
@@ -17,22 +17,22 @@ class StopTexts(Observer):
     def added(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             if seq.request.params.stop:
-                self.texts[seq.seq_id] = GrowingText(self.engine.tokenizer, seq)
+                self.texts[seq] = GrowingText(self.engine.tokenizer, seq)
 
     def after_step(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
         for seq in step.drawing if self.texts else ():
-            if (text := self.texts.get(seq.seq_id)) is None:
+            if seq not in self.texts:
                 continue
             try:
-                if (stop := text.find_stop()) is not None:
+                if (stop := self.texts[seq].find_stop()) is not None:
                     self.engine.end(seq, "stop", stop)
             except Exception as error:
                 error.sequence = seq
                 raise
 
     def ended(self, seq: Sequence) -> None:
-        self.texts.pop(seq.seq_id, None)
+        self.texts.pop(seq, None)
 
     def cleared(self) -> None:
         self.texts.clear()

@@ -276,12 +276,14 @@ def test_a_device_has_the_tables_that_it_was_told_of():
     assert not any(table.any() for table in before)
     key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(3)], is_new=True)
     backend.receive(message)
-    assert key is True and before.prefix_lens.tolist() == [18_000] * 3 and before.num_work_items.item() > 0
+    assert (
+        key is True and before.prefix_lens[:3].tolist() == [18_000] * 3 and before.num_work_items.item() > 0
+    )
     for table, same in zip(before, backend.inputs(3, True), strict=True):
         assert table.data_ptr() == same.data_ptr() and table.shape == same.shape
     key, message = backend.plan([Sequence(Request([1] * 18_000 + [i])) for i in range(2)], is_new=True)
     backend.receive(message)
-    assert before.prefix_lens.tolist() == [18_000] * 2 + [0]
+    assert before.prefix_lens[:3].tolist() == [18_000] * 2 + [0]
 
 
 @pytest.fixture(scope="module")

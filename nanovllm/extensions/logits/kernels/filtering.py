@@ -15,9 +15,10 @@ from torch import Tensor
 from nanovllm.kernels.runtime import LOG2_E, MINUS_INF, tl, triton, use_triton
 
 BLOCK = tl.constexpr(2048)  # logits that are read together, one by each lane
-STAGES = 6  # blocks that are loaded ahead
+STAGES = tl.constexpr(6)  # blocks that are loaded ahead
 BEST = tl.constexpr(4)  # logits of every lane that are copied
 UNIT = tl.constexpr(LOG2_E)  # for kernels
+LEAST = tl.constexpr(-3.0e38)  # no real logit is lower
 MAX_PASSES = tl.constexpr(128)  # far more than float32 can need in a range of real logits
 
 
@@ -33,8 +34,8 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
     """The lowest logit of each row that its filters keep, float32 [batch]; -inf for a row without filters.
 
     logits [batch, vocabulary], temperatures float32 [batch] (0 is greedy: nothing to filter), filters float32
-    [batch, 3] are Filters. min_p is applied first, then top_k, then top_p, each to what is left. Of equal
-    logits all are kept or none. A row's threshold depends on nothing but the row.
+    [batch, 3] are Filters, contiguous. min_p is applied first, then top_k, then top_p, each to what is left.
+    Of equal logits all are kept or none. A row's threshold depends on nothing but the row.
     """
     if not use_triton(logits):
         return filter_thresholds_torch(logits, temperatures, filters)
@@ -47,9 +48,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
         thresholds,
         bests,
         logits.stride(0),
-        filters.stride(0),
         logits.shape[1],
-        STAGES=STAGES,
         num_warps=8,
         maxnreg=128,  # so that two programs fit on a multiprocessor
     )
@@ -58,8 +57,7 @@ def filter_thresholds(logits: Tensor, temperatures: Tensor, filters: Tensor) -> 
 
 def filter_thresholds_torch(logits: Tensor, temperatures: Tensor, filters: Tensor) -> Tensor:
     thresholds = torch.full_like(temperatures, -torch.inf)
-    top_k, top_p, min_p = filters.unbind(1)
-    rows = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    rows = (temperatures > 0) & (filters != filters.new_tensor(Filters())).any(1)
     top_k, top_p, min_p = filters[rows, :, None].unbind(1)
     vocab = logits.shape[1]
     values = logits[rows].float().sort(descending=True).values
@@ -81,15 +79,15 @@ def _threshold_kernel(
     thresholds,
     bests,
     row_stride,
-    filter_stride,
     vocab,
-    STAGES: tl.constexpr,
 ):
     """One program a row, so that a row's sums are always added up in the same order."""
     i = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + i)
-    filters += i * filter_stride
-    top_k, top_p, min_p = tl.load(filters), tl.load(filters + 1), tl.load(filters + 2)
+    filters += i * 3
+    top_k = tl.load(filters)
+    top_p = tl.load(filters + 1)
+    min_p = tl.load(filters + 2)
     threshold = tl.full([], MINUS_INF, tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + i * row_stride
@@ -97,10 +95,9 @@ def _threshold_kernel(
         scale = UNIT / temperature
         lane = tl.arange(0, BLOCK)
         first = tl.full([BLOCK], MINUS_INF, tl.float32)
-        second, third, fourth, least = first, first, first, -first
+        second, third, fourth = first, first, first
         for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             x = tl.load(row + start + lane, mask=start + lane < vocab, other=MINUS_INF).to(tl.float32)
-            least = tl.minimum(least, tl.where(x == MINUS_INF, float("inf"), x))
             fourth = tl.maximum(fourth, tl.minimum(x, third))
             third = tl.maximum(third, tl.minimum(x, second))
             second = tl.maximum(second, tl.minimum(x, first))
@@ -111,12 +108,12 @@ def _threshold_kernel(
         tl.debug_barrier()
         best = tl.max(first, axis=0)
         complete = _next_above_kernel(tl.max(fourth, axis=0))  # from here on `candidates` has all there are
-        threshold = tl.maximum(tl.min(least, axis=0), best + tl.log2(min_p) / scale)
+        threshold = tl.maximum(LEAST, best + tl.log2(min_p) / scale)
         if (top_k > 0) & (top_k < vocab):
-            if _weigh_kernel(candidates, BEST * BLOCK, complete, best, scale, True, 1) >= top_k:
-                low = tl.maximum(threshold, complete)
+            low = tl.maximum(threshold, complete)
+            if _weigh_kernel(candidates, BEST * BLOCK, low, best, scale, True, 1) >= top_k:
                 threshold = _search_kernel(candidates, BEST * BLOCK, low, best, scale, top_k, True, 1)
-            else:
+            elif threshold < complete:
                 threshold = _search_kernel(row, vocab, threshold, best, scale, top_k, True, STAGES)
         if top_p < 1:
             low = tl.maximum(threshold, complete)
@@ -147,32 +144,31 @@ def _weigh_kernel(row, length, low, best, scale, COUNT: tl.constexpr, STAGES: tl
 @triton.jit
 def _search_kernel(row, length, low, best, scale, enough, COUNT: tl.constexpr, STAGES: tl.constexpr):
     """
-    The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; the least
-    of them if all do not.
+    The largest logit from `low` on for which the logits from it on weigh enough, see _weigh_kernel; if all do
+    not, it takes more passes to find the least of them.
     """
     least, most = low, best  # of the logits that may be the one
     high = _next_above_kernel(best)  # it lies in [low, high)
     passes = 0
     while (least < most) & (passes < MAX_PASSES):
         half = high * 0.5 - low * 0.5
-        point_1, point_2, point_3 = low + half * 0.5, low + half, low + half * 1.5
-        lane_0 = tl.zeros([BLOCK], tl.float32)
-        lane_1, lane_2, lane_3 = lane_0, lane_0, lane_0
+        point_1 = low + half * 0.5
+        point_2 = low + half
+        point_3 = low + half * 1.5
+        lane_1 = tl.zeros([BLOCK], tl.float32)
+        lane_2, lane_3 = lane_1, lane_1
         lane_least = tl.full([BLOCK], float("inf"), tl.float32)
         lane_most = -lane_least
         for start in tl.range(0, length, BLOCK, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK)
             x = tl.load(row + column, mask=column < length, other=MINUS_INF).to(tl.float32)
             weight = 1.0 if COUNT else tl.exp2((x - best) * scale)
-            lane_0 += tl.where(x >= low, weight, 0.0)
             lane_1 += tl.where(x >= point_1, weight, 0.0)
             lane_2 += tl.where(x >= point_2, weight, 0.0)
             lane_3 += tl.where(x >= point_3, weight, 0.0)
             lane_least = tl.minimum(lane_least, tl.where(x >= low, x, float("inf")))
             lane_most = tl.maximum(lane_most, tl.where(x < high, x, MINUS_INF))
         least, most = tl.min(lane_least, axis=0), tl.max(lane_most, axis=0)
-        if tl.sum(lane_0, axis=0) < enough:
-            most = least
         # It lies between the last point from which on all weighs enough and the next.
         low = tl.maximum(low, least)
         high = tl.minimum(high, _next_above_kernel(most))

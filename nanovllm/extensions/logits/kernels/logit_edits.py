@@ -17,10 +17,9 @@ from nanovllm.kernels.runtime import MINUS_INF, cdiv, masked_load, tl, triton, u
 RULE_FIELDS = 5  # see apply_rules
 HISTORY = 1024  # how many of the tokens drawn last are kept; a power of 2
 IN_PROMPT, BANNED = 1 << 30, 1 << 29  # token flags; the bits below count occurrences in the completion
-COUNT = BANNED - 1
 PROGRAMS_A_ROW = 8  # share a row's rules, so that other rows do not wait long for one with very many
 RULES_AT_ONCE, TOKENS_AT_ONCE = tl.constexpr(128), tl.constexpr(16)
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 
 
 class Penalties(NamedTuple):
@@ -28,8 +27,7 @@ class Penalties(NamedTuple):
 
     presence: float = 0.0
     frequency: float = 0.0
-    repetition: float = 1.0
-    has_flags: float = 0.0  # 0: the row's token flags mean nothing
+    repetition: float = 0.0  # 0: the row's token flags mean nothing
 
 
 def apply_rules(
@@ -89,35 +87,31 @@ def apply_rules_torch(
 def apply_token_flags(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
     """Change logits float32 [batch, vocabulary] in place.
 
-    penalties float32 [batch, 4] are Penalties. token_flags is int32 [rows, vocabulary]; rows int32 [batch]
-    are the sequences' rows of it.
+    penalties float32 [batch, 3] are Penalties. token_flags is int32 [rows, vocabulary]; rows int32 [batch]
+    are the sequences' rows of it. Both are contiguous.
     """
     if not use_triton(logits):
         return apply_token_flags_torch(logits, rows, penalties, token_flags)
     batch, vocab = logits.shape
-    _token_flags_kernel[(cdiv(vocab, BLOCK), batch)](
+    _token_flags_kernel[(cdiv(vocab, BLOCK.value), batch)](
         logits,
         rows,
         penalties,
         token_flags,
         logits.stride(0),
-        penalties.stride(0),
-        token_flags.stride(0),
         vocab,
-        IN_PROMPT=IN_PROMPT,
         BANNED=BANNED,
-        BLOCK=BLOCK,
         num_warps=8,
     )
 
 
 def apply_token_flags_torch(logits: Tensor, rows: Tensor, penalties: Tensor, token_flags: Tensor) -> None:
-    flagged = Penalties(*penalties.unbind(1)).has_flags > 0
-    presence, frequency, repetition, _ = penalties[flagged, :, None].unbind(1)
+    flagged = Penalties(*penalties.unbind(1)).repetition > 0
+    presence, frequency, repetition = penalties[flagged, :, None].unbind(1)
     x, flags = logits[flagged], token_flags[rows[flagged].long()]
-    count = flags & COUNT
+    count = flags & (BANNED - 1)
     repeated = torch.where(x > 0, x / repetition, x * repetition)
-    x = torch.where(flags & (COUNT | IN_PROMPT) > 0, repeated, x)
+    x = torch.where(flags & ~BANNED > 0, repeated, x)
     x = x - frequency * count - presence * (count > 0)
     logits[flagged] = x.masked_fill(flags & BANNED > 0, -torch.inf)
 
@@ -149,8 +143,7 @@ def _rules_kernel(
             length = masked_load(rule + 4 * number, inside)
             holds = inside & (position < until)
             compared = 0
-            longest = tl.max(tl.where(holds, length, 0), axis=0)
-            while compared < longest:
+            while tl.max(tl.where(holds, length, 0), axis=0) > compared:  # of those that still hold
                 back = compared + 1 + tl.arange(0, TOKENS_AT_ONCE)
                 drawn = tl.load(history + row * HISTORY + ((position - back) & (HISTORY - 1)))
                 wanted = holds[:, None] & (back[None, :] <= length[:, None])
@@ -158,7 +151,6 @@ def _rules_kernel(
                 differs = (wanted & (token != drawn[None, :])).to(tl.int32)
                 holds = holds & (tl.max(differs, axis=1) == 0)
                 compared += TOKENS_AT_ONCE
-                longest = tl.max(tl.where(holds, length, 0), axis=0)  # of those that still hold
             added = masked_load(rule + number, inside).to(tl.float32, bitcast=True)
             token = masked_load(rule + 2 * number, inside)
             tl.atomic_add(logits + i * logits_stride + token, added, mask=holds, sem="relaxed")
@@ -171,24 +163,20 @@ def _token_flags_kernel(
     penalties,
     token_flags,
     logits_stride,
-    penalties_stride,
-    flags_stride,
     vocab,
-    IN_PROMPT: tl.constexpr,
     BANNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     i = tl.program_id(1).to(tl.int64)
-    penalty = penalties + i * penalties_stride
-    if tl.load(penalty + 3) > 0:
-        presence, frequency, repetition = tl.load(penalty), tl.load(penalty + 1), tl.load(penalty + 2)
+    penalty = penalties + i * 3
+    presence, frequency, repetition = tl.load(penalty), tl.load(penalty + 1), tl.load(penalty + 2)
+    if repetition > 0:
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         address = logits + i * logits_stride + column
         x = tl.load(address, mask=inside)
-        flags = tl.load(token_flags + tl.load(rows + i).to(tl.int64) * flags_stride + column, mask=inside)
+        flags = tl.load(token_flags + tl.load(rows + i).to(tl.int64) * vocab + column, mask=inside)
         count = flags & (BANNED - 1)
         repeated = tl.where(x > 0, x / repetition, x * repetition)
-        x = tl.where((count > 0) | ((flags & IN_PROMPT) > 0), repeated, x)
+        x = tl.where((flags & ~BANNED) > 0, repeated, x)
         x = x - frequency * count - tl.where(count > 0, presence, 0.0)
         tl.store(address, tl.where((flags & BANNED) > 0, MINUS_INF, x), mask=inside)

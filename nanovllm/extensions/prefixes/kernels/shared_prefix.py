@@ -164,26 +164,24 @@ def cascade_attention_torch(
     spans = [(plan.queries[first : first + count], begin, end) for first, count, begin, end in items]
     # What a sequence has of its own is as if of a work item, too.
     each = torch.arange(len(q), device=q.device).split(1)
-    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=True)
+    own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=False)
     spans += [span for span in own if span[1] < span[2]]
-    if not spans:  # all of the batch is padding
-        return torch.zeros_like(q)
     totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + variant.first_sums()
-    results, log_sums = [], []
+    partials = []
     for rows, begin, end in spans:
         keys, values = layout.read(k_cache, v_cache, step.block_tables[rows[0]], begin, end, q)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
         queries = _regroup(q[rows], len(keys)).float()
         scores = variant.score(queries @ keys.mT.float() * variant.scale)
         log_sum = scores.logsumexp(-1)
-        result = (scores - log_sum[..., None]).exp() @ values.float()
-        results.append(_regroup(result, len(rows)))
-        log_sums.append(_regroup(log_sum, len(rows)))
-        totals[rows] = torch.logaddexp(totals[rows], log_sums[-1])
-    rows = torch.cat([rows for rows, _, _ in spans])
-    weights = (torch.cat(log_sums) - totals[rows]).exp()
-    weighted = torch.cat(results) * weights[..., None]
-    return totals.new_zeros(q.shape).index_add_(0, rows, weighted).to(q.dtype)
+        result = _regroup((scores - log_sum[..., None]).exp() @ values.float(), len(rows))
+        log_sum = _regroup(log_sum, len(rows))
+        totals[rows] = torch.logaddexp(totals[rows], log_sum)
+        partials.append((rows, result, log_sum))
+    out = totals.new_zeros(q.shape)
+    for rows, result, log_sum in partials:
+        out[rows] += result * (log_sum - totals[rows]).exp()[..., None]
+    return out.to(q.dtype)
 
 
 def _regroup(x: Tensor, count: int) -> Tensor:

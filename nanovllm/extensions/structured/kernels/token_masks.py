@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
 
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 
 
 def apply_masks(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -> None:
@@ -21,18 +21,16 @@ def apply_masks(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -
     if not use_triton(logits):
         return apply_masks_torch(logits, index, bits, vocab_start)
     batch, vocab = logits.shape
-    if batch and vocab:
-        _mask_kernel[(cdiv(vocab, BLOCK), batch)](
-            logits,
-            index,
-            bits,
-            logits.stride(0),
-            bits.stride(0),
-            vocab,
-            vocab_start,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+    _mask_kernel[(cdiv(vocab, BLOCK.value), batch)](
+        logits,
+        index,
+        bits,
+        logits.stride(0),
+        bits.stride(0),
+        vocab,
+        vocab_start,
+        num_warps=8,
+    )
 
 
 def apply_masks_torch(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -> None:
@@ -52,7 +50,6 @@ def _mask_kernel(
     masks_stride,
     vocab,
     vocab_start,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     place = tl.load(index + row)
