@@ -1277,7 +1277,7 @@ MUTATIONS = [
             "lambda gate, up: gate.sigmoid() * gate * up",
         ),
         (
-            "exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)",
+            "exact_attention(q, k, v, AttentionVariant(scale), packed.step, ROWS)",
             "attend(packed, scale, eps, q, k, v)",
         ),
         (
@@ -1360,7 +1360,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/kernels/attention",
         ("for first in range(0, tiles, FOLDED):", "for first in range(FOLDED, tiles, FOLDED):"),
-        ("prefixes + number * (SIZES.HEAD_DIM + 2)", "prefixes"),
+        ("prefix_sums + number * SUMS", "prefix_sums"),
         ("tl.where(first + j < tiles, SIZES.HEADS, 0)", "SIZES.HEADS"),
         ("KEY_TILE) < common, reader, seq)", "KEY_TILE) < common, seq, seq)"),
         ("index = first + row // SIZES.HEADS", "index = first + row % QUERIES"),
@@ -1369,7 +1369,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/exact/kernels/product",
-        ("bias + feature + place // BLOCK_N * width", "bias + feature"),
+        ("tl.load(bias + weight_row)", "tl.load(bias + weight_row % width)"),
         ("EVEN=in_features % block_k == 0", "EVEN=True"),
     ),
     *mutations_of(
@@ -1389,8 +1389,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/attention",
         ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
-        ("exact_decode(q, k, v, variant, step, self.layout)", "super().decode(q, k, v, variant, step)"),
-        ("exact_prefill(q, k, v, variant, step, self.layout)", "super().prefill(q, k, v, variant, step)"),
+        (
+            "exact_attention(q, k, v, variant, step, self.layout)",
+            "(super().prefill if step.is_prefill else super().decode)(q, k, v, variant, step)",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/products",

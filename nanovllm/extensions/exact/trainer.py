@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.assembly import moe, token_logprobs
-from nanovllm.extensions.exact.kernels.attention import exact_prefill
+from nanovllm.extensions.exact.kernels.attention import exact_attention
 from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import ROWS, StoreHooks, qk_norm_rope_store
@@ -316,7 +316,7 @@ def exact_attend(
         qk_norm_rope_store(q, k, v, *weights or (None, None), eps, positions, table, *to)
     else:
         q, k = rotate(packed, eps, q, k, *weights)
-    return exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)
+    return exact_attention(q, k, v, AttentionVariant(scale), packed.step, ROWS)
 
 
 def attend(

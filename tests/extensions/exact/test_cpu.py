@@ -1,15 +1,14 @@
 """What a CPU computes of a row has the same bits whatever stands beside it, with any number of threads."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
+from nanovllm.extensions.exact.kernels.attention_torch import exact_attention_torch
 from nanovllm.extensions.exact.products import exact_linear, exact_silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention_torch
+from nanovllm.utils.context import Context
 
 TOKENS = 304
 BLOCK_SIZE = 16
@@ -25,9 +24,9 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def prefill(q, k, v, *parts: tuple[int, int], attend=exact_prefill_torch):
+def prefill(q, k, v, *parts: tuple[int, int], attend=exact_attention_torch):
     """Attention of parts of one sequence, from one token to another, as sequences of one step."""
-    step = SimpleNamespace(block_tables=None)
+    step = Context(is_prefill=True)
     step.cu_seqlens_q = torch.tensor([0, *(end - begin for begin, end in parts)]).cumsum(0)
     step.cu_seqlens_k = torch.tensor([0, *(end for _, end in parts)]).cumsum(0)
     q = torch.cat([q[begin:end] for begin, end in parts])
@@ -39,10 +38,10 @@ def decode(q, k, v, ends: list[int]):
     """Attention of the tokens before these ends, each as a sequence of its own."""
     order = torch.randperm(TOKENS // BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
     k, v = (x.unflatten(0, (-1, BLOCK_SIZE))[order] for x in (k, v))
-    step = SimpleNamespace(context_lens=torch.tensor(ends))
+    step = Context(context_lens=torch.tensor(ends))
     step.block_tables = order.argsort().int().expand(len(ends), -1)
     q = q[[max(0, end - 1) for end in ends]]
-    return exact_decode_torch(q, k, v, AttentionVariant(q.shape[-1] ** -0.5), step, CacheLayout(q.dtype))
+    return exact_attention_torch(q, k, v, AttentionVariant(q.shape[-1] ** -0.5), step, CacheLayout(q.dtype))
 
 
 def random_inputs(shape, dtype):

@@ -8,7 +8,6 @@ Everything is float32.
 """
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,32 +26,23 @@ WIDTH = 16  # of a narrower result some rows of a tile would be added in another
 TILES_AT_ONCE = 16
 
 
-def exact_prefill_torch(
+def exact_attention_torch(
     q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
 ) -> Tensor:
-    """As `varlen_prefill_attention`, of variants without hooks."""
-    out = q.new_empty(q.shape)
-    bounds = zip(pairwise(step.cu_seqlens_q.tolist()), pairwise(step.cu_seqlens_k.tolist()), strict=True)
-    for i, ((begin, end), (first, last)) in enumerate(bounds):
-        if begin == end:
+    """As `exact_attention`. A context of 0, which is a padded row of a decode step, gives zeros."""
+    if step.is_prefill:
+        lens_q, lens_k = (x.diff().tolist() for x in (step.cu_seqlens_q, step.cu_seqlens_k))
+    else:
+        lens_q, lens_k = [1] * len(q), step.context_lens.tolist()
+    out = torch.zeros_like(q)
+    for i, (queries, attended) in enumerate(zip(q.split(lens_q), out.split(lens_q), strict=True)):
+        if not (lens_q[i] and lens_k[i]):
             continue
         if step.block_tables is None:
-            keys, values = k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
+            keys, values = (x.split(lens_k)[i].transpose(0, 1) for x in (k, v))
         else:
-            keys, values = layout.read(k, v, step.block_tables[i], 0, last - first, q)
-        out[begin:end] = _attend(q[begin:end], keys, values, variant.scale)
-    return out
-
-
-def exact_decode_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
-) -> Tensor:
-    """As `paged_decode_attention`, of variants without hooks."""
-    out = torch.zeros_like(q)
-    for i, length in enumerate(step.context_lens.tolist()):
-        if length:
-            keys, values = layout.read(k_cache, v_cache, step.block_tables[i], 0, length, q)
-            out[i : i + 1] = _attend(q[i : i + 1], keys, values, variant.scale)
+            keys, values = layout.read(k, v, step.block_tables[i], 0, lens_k[i], q)
+        attended[:] = _attend(queries, keys, values, variant.scale)
     return out
 
 
