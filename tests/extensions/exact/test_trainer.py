@@ -227,6 +227,12 @@ def test_log_probabilities_are_those_that_the_engine_tells(folders, dtype, tempe
     assert (found - drawn.logprobs).abs().max() == 0.0
 
 
+def test_inputs_of_the_decoder_may_be_given_without_names(qwen3):
+    ids, mask = torch.tensor([TEXT[:5]]), torch.tensor([[0, 0, 1, 1, 1]])
+    found = qwen3.model(ids, mask).last_hidden_state
+    assert torch.equal(found, qwen3.model(input_ids=ids, attention_mask=mask).last_hidden_state)
+
+
 def test_generate_works_without_a_cache(qwen3):
     result = qwen3.generate(torch.tensor([TEXT[:9]]), max_new_tokens=3, do_sample=False, use_cache=False)
     assert result.shape == (1, 12)
@@ -525,11 +531,6 @@ def test_experts_that_are_not_stacked_are_refused():
 def test_autocast_is_refused(qwen3):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast must be off"):
         qwen3(input_ids=torch.tensor([[1, 2, 3]]))
-
-
-def test_inputs_without_names_are_refused(qwen3):
-    with pytest.raises(ValueError, match="inputs must be given by name"):
-        qwen3.model(torch.tensor([[1, 2, 3]]))
 
 
 # The check
