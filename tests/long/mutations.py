@@ -1287,22 +1287,15 @@ MUTATIONS = [
         ("is_causal=True", "is_causal=False"),
         (
             "lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True)",
-            "partial(mixture, chosen.experts.long(), gate.norm_topk_prob)",
+            "partial(mixture, self, chosen.experts.long())",
         ),
         ("logits.detach(), gate.top_k, gate.norm_topk_prob", "logits.detach(), gate.top_k, True"),
-        (
-            "partial(mixture, chosen.experts.long(), gate.norm_topk_prob)",
-            "partial(mixture, chosen.experts.long(), True)",
-        ),
+        ("if layer.gate.norm_topk_prob:", "if True:"),
         (
             "shares = shares / shares.sum(1, keepdim=True)",
             "shares = shares / shares.detach().sum(1, keepdim=True)",
         ),
-        ("tokens = order // experts.shape[1]", "tokens = order % len(x)"),
-        (
-            "made.append(F.linear(silu_and_mul_torch(F.linear(rows, gate_up)), down))",
-            "made.append(F.linear(silu_and_mul_torch(F.linear(rows, gate_up)), down.detach()))",
-        ),
+        ('"down_proj": downs}', '"down_proj": downs.detach()}'),
         ('    "output_router_logits",\n', ""),
         ("check(not is_list,", "check(True,"),
         ("check(window is None,", "check(True,"),

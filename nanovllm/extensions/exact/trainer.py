@@ -8,7 +8,8 @@ changes a model of transformers in place:
   is packed in front of the first layer and padded again behind the last.
 - Products, norms, rotations, SwiGLU, experts and attention are what the engine calls in exact mode. Residual
   additions are the same as they are.
-- Gradients are the ordinary ones: those of the same formulas in plain torch.
+- Gradients are the ordinary ones: those of the same formulas in plain torch, and of experts those that
+  transformers computes.
 
 Weights and their names stay, so optimizers and checkpoints know nothing of it.
 """
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.assembly import moe, token_logprobs
@@ -144,8 +146,7 @@ def forward_packed(
     mask = mask.bool()
     positions = (mask.cumsum(1) - 1 if position_ids is None else position_ids.expand(shape))[mask]
     goes_on = (positions.diff() == 1) & (mask.nonzero()[:, 0].diff() == 0)
-    ends = F.pad(~goes_on, (0, 1), value=True).nonzero()[:, 0] + 1
-    bounds = F.pad(ends, (1, 0)).int()
+    bounds = F.pad(~goes_on, (1, 1), value=True).nonzero()[:, 0].int()
     longest = int(bounds.diff().max())
     step = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)
     step["slot_mapping"] = torch.full_like(positions, -1, dtype=torch.int32)  # nothing is stored
@@ -192,15 +193,14 @@ class ExactMixture(nn.Module):
         [x], gate = hidden_states, self.gate
         logits = Product.apply(x, gate.weight, None)
         chosen = moe.choose_experts(logits.detach(), gate.top_k, gate.norm_topk_prob)
-        gate_ups, downs = self.experts.gate_up_proj, self.experts.down_proj
-        weights = moe.ExpertWeights(gate_ups.flatten(0, 1), downs.flatten(0, 1), len(downs))
+        matrices = self.experts.gate_up_proj, self.experts.down_proj
+        weights = moe.ExpertWeights(*(each.flatten(0, 1) for each in matrices), self.experts.num_experts)
         return Recomputed.apply(
             lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True),
-            partial(mixture, chosen.experts.long(), gate.norm_topk_prob),
+            partial(mixture, self, chosen.experts.long()),
             x,
             logits,
-            gate_ups,
-            downs,
+            *matrices,
         )[None]
 
 
@@ -261,28 +261,21 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(each.grad for each in inputs)
 
 
-# What layers compute: exactly, and in plain torch, where gradients come from
+# What layers compute: exactly, and plainly, where gradients come from
 
 
 def mixture(
-    experts: Tensor, normalise: bool, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor
+    layer: nn.Module, experts: Tensor, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor
 ) -> Tensor:
     """
     The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
-    [tokens, experts]. Matrices are [experts, 2 * width, hidden], gates first, and [experts, hidden, width].
+    [tokens, experts]: computed by transformers' own module, with these matrices of all experts.
     """
     shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
-    if normalise:
+    if layer.gate.norm_topk_prob:
         shares = shares / shares.sum(1, keepdim=True)
-    order = experts.flatten().argsort(stable=True)  # assignments by expert
-    counts = experts.flatten().bincount(minlength=len(downs)).tolist()
-    tokens = order // experts.shape[1]
-    made = []
-    # Matrices are iterated, not indexed: the gradient of an index is as large as that of all experts.
-    for rows, gate_up, down in zip(x[tokens].split(counts), gate_ups, downs, strict=True):
-        made.append(F.linear(silu_and_mul_torch(F.linear(rows, gate_up)), down))
-    weighted = torch.cat(made) * shares.to(x.dtype).flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, tokens, weighted)
+    matrices = {"gate_up_proj": gate_ups, "down_proj": downs}
+    return functional_call(layer.experts, matrices, (x, experts, shares.to(x.dtype)))
 
 
 def exact_attend(
