@@ -19,7 +19,7 @@ from nanovllm.extensions.exact.options import check_exact
 from nanovllm.extensions.exact.products import dense_weight as dense_weight  # for assembly
 from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.extensions.exact.products import use_heads as use_heads
-from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.kernels.kv_store import CacheLayout, StoreHooks
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
 from nanovllm.utils.context import get_context
@@ -46,52 +46,43 @@ def apply_to_wide(apply: Callable, logits: Tensor, step: Any) -> Tensor:
     return logits
 
 
-def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
+def use_exact(model: nn.Module, moe: Any, fp8: type) -> None:
     """
-    Of a model whose dense weights and head are exact: mixtures of experts, which are in the module `experts`,
-    and weights of the class `fp8`.
-    """
-    use_exact_experts(model, experts)
-    use_exact_fp8(model, fp8)
-
-
-def use_exact_experts(model: nn.Module, module: Any) -> None:
-    """
-    Mixtures of experts, which `module` has, become exact ones. Their sum is rounded and then added to the
-    residual: on one rank as on several.
+    Of a model whose dense weights and head are exact: mixtures of experts, which are in the module `moe`, and
+    weights of the class `fp8`. Raises ValueError naming a layer whose scales are for blocks.
     """
 
-    def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
-        x, weights, is_prefill = stream.normalised(), layer.experts.weights, get_context().is_prefill
-        return stream.add(exact_mixture(module, x, weights, layer.gate(stream), is_prefill), next_norm)
+    class ExactMixture(moe.MixtureOfExperts):
+        """The sum is rounded and then added to the residual: on one rank as on several."""
 
-    for layer in model.modules():
-        if isinstance(layer, module.MixtureOfExperts):
-            layer.forward = functools.partial(forward, layer)
+        def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
+            x, weights, is_prefill = stream.normalised(), self.experts.weights, get_context().is_prefill
+            return stream.add(exact_mixture(moe, x, weights, self.gate(stream), is_prefill), next_norm)
 
+    class ExactFp8(fp8):
+        """
+        Multiplies without what its products fold in: torch's library, with a scale for each row, has one
+        order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first.
+        """
 
-def use_exact_fp8(model: nn.Module, kind: type) -> None:
-    """
-    Weights of this kind multiply without what they fold in: torch's library, with a scale for each row, has
-    one order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first. Raises
-    ValueError naming a layer whose scales are for blocks.
-    """
+        act_fn = staticmethod(exact_silu_and_mul)
 
-    def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight = matrix.quantised  # with a scale for each row; rounded as `dequantise_torch` does
-        codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
-        return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
+        def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            weight = self.quantised  # with a scale for each row; rounded as `dequantise_torch` does
+            codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
+            return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 
-    def products(found: Callable, layer: Any) -> list[Product]:
-        return [Unfolded(product) for product in found(layer)]
+        def products(self, layer: Any) -> list[Product]:
+            return [*map(Unfolded, super().products(layer))]
 
     for name, layer in model.named_modules():
+        if isinstance(layer, moe.MixtureOfExperts):
+            layer.__class__ = ExactMixture
         matrix = getattr(layer, "matrix", None)
-        if isinstance(matrix, kind):
+        if isinstance(matrix, fp8):
             if matrix.quantised.group:
                 raise ValueError(f"exact=True needs fp8 weights with a scale for each row: {name} has blocks")
-            matrix.multiply, matrix.act_fn = functools.partial(multiply, matrix), exact_silu_and_mul
-            matrix.products = functools.partial(products, matrix.products)
+            matrix.__class__ = ExactFp8
 
 
 class Unfolded(Product):
@@ -108,14 +99,15 @@ def exact_layout(layout: CacheLayout) -> CacheLayout:
     The layout. That of 8-bit pages is changed: decode steps store by the kernel of a prefill, and where no
     kernel rotates, each token is rotated alone.
     """
-    if layout.dtype.is_floating_point:
-        return layout
-    rotate, store_hooks = layout.rotate, layout.store_hooks
 
-    def rotate_alone(q: Tensor, k: Tensor) -> list[Tensor]:
-        tokens = map(rotate, q.split(1), k.split(1))
-        return [torch.cat(each) for each in zip(*tokens, strict=True)]
+    class ExactLayout(type(layout)):
+        def rotate(self, q: Tensor, k: Tensor) -> list[Tensor]:
+            tokens = map(super().rotate, q.split(1), k.split(1))
+            return [torch.cat(each) for each in zip(*tokens, strict=True)]
 
-    layout.rotate = rotate_alone
-    layout.store_hooks = lambda cache, head_dim, _: store_hooks(cache, head_dim, True)
+        def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
+            return super().store_hooks(cache, head_dim, True)
+
+    if not layout.dtype.is_floating_point:
+        layout.__class__ = ExactLayout
     return layout

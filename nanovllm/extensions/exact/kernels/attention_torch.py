@@ -63,15 +63,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
         last = num_before + torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
         num_tiles = cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE)
-        queries = query[:, None].expand(-1, num_tiles, -1, -1).flatten(0, 1)
-        scores = torch.bmm(queries, keys[:, :num_tiles].flatten(0, 1).mT).mul_(scale * LOG2_E)
-        by_head = scores.unflatten(0, (kv_heads, num_tiles))
-        by_head.masked_fill_(token[:num_tiles] > last[:, None], float("-inf"))
-        by_head -= by_head.amax((1, 3), keepdim=True)
-        for some in scores.split(TILES_AT_ONCE):
+        # [kv_heads, tiles, QUERY_TILE, KEY_TILE]
+        scores = (query[:, None] @ keys[:, :num_tiles].contiguous().mT).mul_(scale * LOG2_E)
+        scores.masked_fill_(token[:num_tiles] > last[:, None], float("-inf"))
+        scores -= scores.amax((1, 3), keepdim=True)
+        for some in scores.flatten(0, 1).split(TILES_AT_ONCE):
             some.exp2_()
-        sums = torch.bmm(scores, values[:, :num_tiles].flatten(0, 1)).unflatten(0, (kv_heads, num_tiles))
-        total = functools.reduce(torch.add, sums.unbind(1))
+        total = functools.reduce(torch.add, (scores @ values[:, :num_tiles]).unbind(1))
         results.append(total[..., :head_dim] / total[..., head_dim : head_dim + 1])
     result = torch.cat(results, dim=1)[:, : len(q) * num_heads]
     return result.unflatten(1, (len(q), num_heads)).transpose(0, 1).flatten(1, 2)
@@ -79,8 +77,5 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def _tiles(x: Tensor, size: int) -> Tensor:
     """x [heads, rows, width] as float32 [heads, tiles, size, WIDTH or a multiple], with zeros behind."""
-    heads, rows, width = x.shape
-    count = cdiv(rows, size)
-    tiles = x.new_zeros(heads, count * size, cdiv(width, WIDTH) * WIDTH, dtype=torch.float32)
-    tiles[:, :rows, :width] = x
-    return tiles.unflatten(1, (count, size))
+    padding = 0, -x.shape[2] % WIDTH, 0, -x.shape[1] % size
+    return F.pad(x.float(), padding).contiguous().unflatten(1, (-1, size))
