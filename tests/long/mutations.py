@@ -1379,10 +1379,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/exact/attention",
         ("k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))", "pass"),
-        (
-            "exact_attention(q, k, v, variant, step, self.layout)",
-            "(super().prefill if step.is_prefill else super().decode)(q, k, v, variant, step)",
-        ),
+        ("attend(q, k, v, ExactVariant(variant.scale), step)", "attend(q, k, v, variant, step)"),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/products",

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.exact.kernels.attention_torch import exact_attention_torch
 from nanovllm.extensions.exact.kernels.sums import (
     divided,
     fold,
@@ -41,7 +40,6 @@ from nanovllm.kernels.runtime import (
     pdl_wait_then_launch,
     tl,
     triton,
-    use_triton,
 )
 
 TILE = 128  # keys
@@ -92,8 +90,6 @@ def exact_attention(
     without hooks and heads of up to 128. A plan in `step.attention_plan` has work items (first query,
     queries, 0, end) whose ends are multiples of TILE.
     """
-    if not use_triton(q):
-        return exact_attention_torch(q, k, v, variant, step, layout)
     tables, (_, heads, head_dim) = step.block_tables, q.shape
     if tables is None:
         layout, block_size, kv_heads, table_stride = ROWS, 1, k.shape[1], 0
@@ -103,12 +99,8 @@ def exact_attention(
     sizes = Sizes(heads // kv_heads, kv_heads, head_dim, dim_pad, block_size, layout.load, TILE, TILE)
     caches = k, v, *k.stride()[-3:-1], *v.stride()[-3:-1]
     inputs = (q, *q.stride()[:2]), caches, tables, table_stride, variant.scale * LOG2_E
-    if step.is_prefill:
-        return _prefill(q, inputs, step, sizes)
-    return _decode(q, inputs, step, sizes, layout.has_token_rows)
-
-
-def _prefill(q: Tensor, inputs: tuple[Any, ...], step: Any, sizes: Sizes) -> Tensor:
+    if not step.is_prefill:
+        return _decode(q, inputs, step, sizes, layout.has_token_rows)
     out = q.new_empty(q.shape)
     are_few = step.max_seqlen_q * sizes.HEADS <= FEW_ROWS
     sizes = sizes.for_rows(FEW_ROWS if are_few else PREFILL_ROWS)
@@ -128,7 +120,6 @@ def _decode(q: Tensor, inputs: tuple[Any, ...], step: Any, sizes: Sizes, are_col
     stored = batch * heads * max_tiles * (head_dim + 2)
     splits = min(RESIDENT * num_multiprocessors(device) // (batch * sizes.KV_HEADS), MAX_SPLITS)
     if plan is not None:
-        splits = 1
         prefixes = (
             q.new_empty(batch, heads, head_dim + 2, dtype=torch.float32),
             plan.prefix_lens,
@@ -265,12 +256,11 @@ def _decode_kernel(
         begin = tl.load(prefix_lens + seq)
         common = tl.load(readers + 2 * seq + 1) // 16 * 16  # 8-bit pages hold the values of 16 as one piece
         reader = tl.load(readers + 2 * seq)
-    if OVERLAP:
+    if OVERLAP and SIZES.COLUMNS:
         # The programs that start first prefetch their first tile while the query is still being computed.
-        if SIZES.COLUMNS:
-            if (program * tl.num_programs(1) + seq) * SIZES.KV_HEADS + kv_head < num_multiprocessors:
-                place = begin + program * SIZES.KEY_TILE
-                prefetch_tile(caches[0], caches[1], table, kv_head, place, context_len, SIZES)
+        if (program * tl.num_programs(1) + seq) * SIZES.KV_HEADS + kv_head < num_multiprocessors:
+            place = begin + program * SIZES.KEY_TILE
+            prefetch_tile(caches[0], caches[1], table, kv_head, place, context_len, SIZES)
     pdl_wait_then_launch(OVERLAP)
     query = load_queries(q, seq, head, is_row, SIZES)
 
