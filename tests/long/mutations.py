@@ -1287,10 +1287,10 @@ MUTATIONS = [
         ("is_causal=True", "is_causal=False"),
         (
             "lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True)",
-            "partial(mixture, self, chosen.experts.long())",
+            "partial(self.plain, chosen.experts.long())",
         ),
         ("logits.detach(), gate.top_k, gate.norm_topk_prob", "logits.detach(), gate.top_k, True"),
-        ("if layer.gate.norm_topk_prob:", "if True:"),
+        ("if self.gate.norm_topk_prob:", "if True:"),
         (
             "shares = shares / shares.sum(1, keepdim=True)",
             "shares = shares / shares.detach().sum(1, keepdim=True)",
@@ -1315,9 +1315,9 @@ MUTATIONS = [
         ("if matrix.quantised.group:", "if False:"),
         ("return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)", "return super().multiply(x, bias)"),
         ("[*map(Unfolded, super().products(layer))]", "super().products(layer)"),
-        ("map(super().rotate, q.split(1), k.split(1))", "[super().rotate(q, k)]"),
+        ("layout.rotate = rotate_alone", "layout.rotate = rotate"),
         ("check_exact(config, scheme.kinds if scheme", "(lambda *_: None)(config, scheme.kinds if scheme"),
-        ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, is_prefill)"),
+        ("store_hooks(cache, head_dim, True)", "store_hooks(cache, head_dim, _)"),
     ),
     *mutations_of(
         "nanovllm/extensions/exact/kernels/ordered_sum",

@@ -19,7 +19,7 @@ from nanovllm.extensions.exact.options import check_exact
 from nanovllm.extensions.exact.products import dense_weight as dense_weight  # for assembly
 from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.extensions.exact.products import use_heads as use_heads
-from nanovllm.kernels.kv_store import CacheLayout, StoreHooks
+from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product
 from nanovllm.utils.context import get_context
@@ -99,15 +99,14 @@ def exact_layout(layout: CacheLayout) -> CacheLayout:
     The layout. That of 8-bit pages is changed: decode steps store by the kernel of a prefill, and where no
     kernel rotates, each token is rotated alone.
     """
+    if layout.dtype.is_floating_point:
+        return layout
+    rotate, store_hooks = layout.rotate, layout.store_hooks
 
-    class ExactLayout(type(layout)):
-        def rotate(self, q: Tensor, k: Tensor) -> list[Tensor]:
-            tokens = map(super().rotate, q.split(1), k.split(1))
-            return [torch.cat(each) for each in zip(*tokens, strict=True)]
+    def rotate_alone(q: Tensor, k: Tensor) -> list[Tensor]:
+        tokens = map(rotate, q.split(1), k.split(1))
+        return [torch.cat(each) for each in zip(*tokens, strict=True)]
 
-        def store_hooks(self, cache: Tensor, head_dim: int, is_prefill: bool) -> StoreHooks:
-            return super().store_hooks(cache, head_dim, True)
-
-    if not layout.dtype.is_floating_point:
-        layout.__class__ = ExactLayout
+    layout.rotate = rotate_alone
+    layout.store_hooks = lambda cache, head_dim, _: store_hooks(cache, head_dim, True)
     return layout

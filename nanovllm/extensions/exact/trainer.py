@@ -197,11 +197,22 @@ class ExactMixture(nn.Module):
         weights = moe.ExpertWeights(*(each.flatten(0, 1) for each in matrices), self.experts.num_experts)
         return Recomputed.apply(
             lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True),
-            partial(mixture, self, chosen.experts.long()),
+            partial(self.plain, chosen.experts.long()),
             x,
             logits,
             *matrices,
         )[None]
+
+    def plain(self, experts: Tensor, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor) -> Tensor:
+        """
+        The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
+        [tokens, experts]: computed by transformers' own module, with these matrices of all experts.
+        """
+        shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
+        if self.gate.norm_topk_prob:
+            shares = shares / shares.sum(1, keepdim=True)
+        matrices = {"gate_up_proj": gate_ups, "down_proj": downs}
+        return functional_call(self.experts, matrices, (x, experts, shares.to(x.dtype)))
 
 
 class ExactAttention(nn.Module):
@@ -210,8 +221,41 @@ class ExactAttention(nn.Module):
         heads = [project(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for project in projections]
         norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
         weights = [norm.weight for norm in norms if norm]
-        exact, plain = (partial(each, packed, self.scaling, norms) for each in (exact_attend, attend))
+        exact, plain = (partial(each, packed, norms) for each in (self.exact, self.plain))
         return self.o_proj(Recomputed.apply(exact, plain, *heads, *weights)[None]), None
+
+    def exact(
+        self, packed: Packed, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *_weights: Tensor
+    ) -> Tensor:
+        """
+        Attention of q, k and v [tokens, heads of each, head_dim], of which q and k are normalised, if there
+        are norms for it, and rotated: by a layer of the engine, which stores nothing. [tokens, heads *
+        head_dim].
+        """
+        layer = Attention(q.shape[1], self.head_dim, self.scaling, k.shape[1])
+        layer.backend = ExactBackend(CacheLayout(q.dtype))
+        layer.k_cache = layer.v_cache = v.new_empty(0)
+        set_context(True, **packed.step)
+        qkv = torch.cat((q, k, v), dim=1)
+        try:
+            return layer(*layer.rotate_and_store(packed.positions, qkv, packed.rotary_emb, *norms))
+        finally:
+            reset_context()
+
+    def plain(
+        self, packed: Packed, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+    ) -> Tensor:
+        if weights:
+            q, k = (
+                rms_norm_torch(x, weight, norms[0].eps) for x, weight in zip((q, k), weights, strict=True)
+            )
+        q, k = packed.rotary_emb(packed.positions, q, k)
+        attended = []
+        for begin, end in pairwise(packed.step["cu_seqlens_q"].tolist()):
+            heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
+            [y] = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scaling, enable_gqa=True)
+            attended.append(y.transpose(0, 1).flatten(1))
+        return torch.cat(attended)
 
 
 # By what their modules have.
@@ -259,52 +303,3 @@ class Recomputed(torch.autograd.Function):
             output = ctx.plain(*inputs)
         output.backward(grad)
         return None, None, *(each.grad for each in inputs)
-
-
-# What layers compute: exactly, and plainly, where gradients come from
-
-
-def mixture(
-    layer: nn.Module, experts: Tensor, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor
-) -> Tensor:
-    """
-    The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
-    [tokens, experts]: computed by transformers' own module, with these matrices of all experts.
-    """
-    shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
-    if layer.gate.norm_topk_prob:
-        shares = shares / shares.sum(1, keepdim=True)
-    matrices = {"gate_up_proj": gate_ups, "down_proj": downs}
-    return functional_call(layer.experts, matrices, (x, experts, shares.to(x.dtype)))
-
-
-def exact_attend(
-    packed: Packed, scale: float, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *_weights: Tensor
-) -> Tensor:
-    """
-    Attention of q, k and v [tokens, heads of each, head_dim], of which q and k are normalised, if there are
-    norms for it, and rotated: by a layer of the engine, which stores nothing. [tokens, heads * head_dim].
-    """
-    layer = Attention(q.shape[1], q.shape[2], scale, k.shape[1])
-    layer.backend = ExactBackend(CacheLayout(q.dtype))
-    layer.k_cache = layer.v_cache = v.new_empty(0)
-    set_context(True, **packed.step)
-    qkv = torch.cat((q, k, v), dim=1)
-    try:
-        return layer(*layer.rotate_and_store(packed.positions, qkv, packed.rotary_emb, *norms))
-    finally:
-        reset_context()
-
-
-def attend(
-    packed: Packed, scale: float, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
-) -> Tensor:
-    if weights:
-        q, k = (rms_norm_torch(x, weight, norms[0].eps) for x, weight in zip((q, k), weights, strict=True))
-    q, k = packed.rotary_emb(packed.positions, q, k)
-    attended = []
-    for begin, end in pairwise(packed.step["cu_seqlens_q"].tolist()):
-        heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
-        [y] = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
-        attended.append(y.transpose(0, 1).flatten(1))
-    return torch.cat(attended)
