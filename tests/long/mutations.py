@@ -1373,7 +1373,8 @@ MUTATIONS = [
         ("scores.amax((1, 3)", "scores.amax((1, 2, 3)"),
         (
             "functools.reduce(torch.add, (scores @ values[:, :num_tiles]).unbind(1))",
-            "sum((scores @ values[:, :num_tiles])[:, i::2].sum(1) for i in (0, 1))",
+            "(lambda sums: sums[:, : num_tiles // 2].sum(1) + sums[:, num_tiles // 2 :].sum(1))"
+            "(scores @ values[:, :num_tiles])",
         ),
     ),
     *mutations_of(
