@@ -1276,7 +1276,7 @@ MUTATIONS = [
             "exact_silu_and_mul, silu_and_mul_torch, gate_up",
             "lambda x: x.chunk(2, 1)[0].sigmoid() * silu_and_mul_torch(x), silu_and_mul_torch, gate_up",
         ),
-        ("    layer.backend = ExactBackend(CacheLayout(q.dtype))\n", ""),
+        ("layer.backend = ExactBackend(CacheLayout(q.dtype))", "pass"),
         (
             "lambda rows: token_logprobs(rows, columns, temperatures)[0]",
             "lambda rows: rows.float().log_softmax(1).gather(1, columns)",
