@@ -36,14 +36,10 @@ def few_rows(rows: int, weight: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Tensor:
     """x [rows, in] @ weight.T + bias: [rows, out], for weight [out, in], on a GPU; exact, or the fastest."""
-    rows = len(x)
-    if (
-        few_rows(rows, weight)
-        or is_exact
-        and not library_agrees(rows, weight.shape, weight.dtype, weight.device)
-    ):
-        return multiply(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if not few_rows(len(x), weight):
+        if not is_exact or library_agrees(len(x), weight.shape, weight.dtype, weight.device):
+            return F.linear(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 @functools.cache
@@ -88,7 +84,7 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     """
     if rows <= 16:
         return 16, 64, 128, 4, 6
-    wide = rows if outputs > 4096 else cdiv(rows, 2)  # has about as many tiles of a wide weight
+    wide = rows if outputs > 4096 else cdiv(rows, 2)  # narrow weights have fewer tiles
     if wide <= 32 or (outputs <= 2048 and rows <= 256):
         return 32, 64, 128, 4, 5
     if wide <= 64:
