@@ -2,8 +2,10 @@
 
 from torch import Tensor
 
-from nanovllm.extensions.exact.kernels.attention import exact_decode, exact_prefill
+from nanovllm.extensions.exact.kernels.attention import exact_attention
+from nanovllm.extensions.exact.kernels.attention_torch import ExactVariant
 from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.runtime import use_triton
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.utils.context import Context
 
@@ -16,11 +18,14 @@ class ExactBackend(AttentionBackend):
             raise ValueError("exact=True cannot be used with windows, caps or sinks of attention")
         return self
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
+        """As `prefill` and `decode`."""
         if step.block_tables is None and self.layout.dtype.is_floating_point:
             # As the cache holds them, whose dtype may be narrower: other steps read them there.
             k, v = (x.to(self.layout.dtype).to(q.dtype) for x in (k, v))
-        return exact_prefill(q, k, v, variant, step, self.layout)
+        if use_triton(q):
+            return exact_attention(q, k, v, variant, step, self.layout)
+        attend = super().prefill if step.is_prefill else super().decode
+        return attend(q, k, v, ExactVariant(variant.scale), step)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        return exact_decode(q, k, v, variant, step, self.layout)
+    prefill = decode = attend

@@ -5,8 +5,6 @@ reductions may choose their order by the number of rows. So the loaded model run
 each, which must have the same bits in any company.
 """
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +27,7 @@ class BackendCheck(Observer):
     def before_warmup(self, model: nn.Module) -> None:
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = functools.partial(_linear, module)
+                module.__class__ = ExactLinear
         whole = _run(model, MOST_ROWS)
         is_exact = all(torch.equal(_run(model, rows), whole[:rows]) for rows in ROWS)
         # Experts choose their products by the kind of step, too.
@@ -40,8 +38,9 @@ class BackendCheck(Observer):
             )
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return exact_linear(x[0], module.weight, module.bias)[None]
+class ExactLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return exact_linear(x[0], self.weight, self.bias)[None]
 
 
 def _run(model: nn.Module, rows: int) -> Tensor:

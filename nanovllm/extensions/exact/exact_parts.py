@@ -46,52 +46,43 @@ def apply_to_wide(apply: Callable, logits: Tensor, step: Any) -> Tensor:
     return logits
 
 
-def use_exact(model: nn.Module, experts: Any, fp8: type) -> None:
+def use_exact(model: nn.Module, moe: Any, fp8: type) -> None:
     """
-    Of a model whose dense weights and head are exact: mixtures of experts, which are in the module `experts`,
-    and weights of the class `fp8`.
-    """
-    use_exact_experts(model, experts)
-    use_exact_fp8(model, fp8)
-
-
-def use_exact_experts(model: nn.Module, module: Any) -> None:
-    """
-    Mixtures of experts, which `module` has, become exact ones. Their sum is rounded and then added to the
-    residual: on one rank as on several.
+    Of a model whose dense weights and head are exact: mixtures of experts, which are in the module `moe`, and
+    weights of the class `fp8`. Raises ValueError naming a layer whose scales are for blocks.
     """
 
-    def forward(layer: Any, stream: Stream, next_norm: RMSNorm) -> Stream:
-        x, weights, is_prefill = stream.normalised(), layer.experts.weights, get_context().is_prefill
-        return stream.add(exact_mixture(module, x, weights, layer.gate(stream), is_prefill), next_norm)
+    class ExactMixture(moe.MixtureOfExperts):
+        """The sum is rounded and then added to the residual: on one rank as on several."""
 
-    for layer in model.modules():
-        if isinstance(layer, module.MixtureOfExperts):
-            layer.forward = functools.partial(forward, layer)
+        def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
+            x, weights, is_prefill = stream.normalised(), self.experts.weights, get_context().is_prefill
+            return stream.add(exact_mixture(moe, x, weights, self.gate(stream), is_prefill), next_norm)
 
+    class ExactFp8(fp8):
+        """
+        Multiplies without what its products fold in: torch's library, with a scale for each row, has one
+        order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first.
+        """
 
-def use_exact_fp8(model: nn.Module, kind: type) -> None:
-    """
-    Weights of this kind multiply without what they fold in: torch's library, with a scale for each row, has
-    one order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first. Raises
-    ValueError naming a layer whose scales are for blocks.
-    """
+        act_fn = staticmethod(exact_silu_and_mul)
 
-    def multiply(matrix: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight = matrix.quantised  # with a scale for each row; rounded as `dequantise_torch` does
-        codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
-        return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
+        def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            weight = self.quantised  # with a scale for each row; rounded as `dequantise_torch` does
+            codes, scales = (each.to(weight.product_dtype) for each in (weight.codes, weight.scales))
+            return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 
-    def products(found: Callable, layer: Any) -> list[Product]:
-        return [Unfolded(product) for product in found(layer)]
+        def products(self, layer: Any) -> list[Product]:
+            return [*map(Unfolded, super().products(layer))]
 
     for name, layer in model.named_modules():
+        if isinstance(layer, moe.MixtureOfExperts):
+            layer.__class__ = ExactMixture
         matrix = getattr(layer, "matrix", None)
-        if isinstance(matrix, kind):
+        if isinstance(matrix, fp8):
             if matrix.quantised.group:
                 raise ValueError(f"exact=True needs fp8 weights with a scale for each row: {name} has blocks")
-            matrix.multiply, matrix.act_fn = functools.partial(multiply, matrix), exact_silu_and_mul
-            matrix.products = functools.partial(products, matrix.products)
+            matrix.__class__ = ExactFp8
 
 
 class Unfolded(Product):

@@ -1,6 +1,7 @@
 """Products whose bits do not depend on the number of rows."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,25 @@ def exact_mixture(moe: Any, x: Tensor, weights: Any, chosen: Any, is_prefill: bo
     return torch.cat([*map(add_up, *(each.split(most) for each in (x, *chosen)))])
 
 
+@dataclass
+class FewRows(Product):
+    """For few rows of a decode step, with the activation folded in."""
+
+    weight: Tensor
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return not is_prefill and few_rows(rows, self.weight)
+
+    def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+        return multiply(activated(x), self.weight, bias, gated)
+
+
+def few_rows_products(weight: Tensor) -> list[Product]:
+    """FewRows where it is the faster way for few rows. It needs Hopper's shared memory."""
+    is_half = is_on_gpu(weight) and use_triton(weight) and weight.element_size() == 2
+    return [FewRows(weight)] if is_half and has_hopper_shared_memory(weight.device) else []
+
+
 class ExactWeight(DenseWeight):
     act_fn = staticmethod(exact_silu_and_mul)
 
@@ -60,26 +80,7 @@ class ExactWeight(DenseWeight):
         return exact_linear(x, self.weight, bias)
 
     def products(self, layer: nn.Module) -> list[Product]:
-        return [FewRows(self)] if can_use_few_rows(self.weight) else []
-
-
-def can_use_few_rows(weight: Tensor) -> bool:
-    """Whether `multiply` is the faster way for few rows. It needs Hopper's shared memory."""
-    is_half = is_on_gpu(weight) and use_triton(weight) and weight.element_size() == 2
-    return is_half and has_hopper_shared_memory(weight.device)
-
-
-class FewRows(Product):
-    """For few rows of a decode step, with the activation folded in."""
-
-    def __init__(self, dense: DenseWeight):
-        self.weight = dense.weight
-
-    def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return not is_prefill and few_rows(rows, self.weight)
-
-    def linear(self, x: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
-        return multiply(activated(x), self.weight, bias, gated)
+        return few_rows_products(self.weight)
 
 
 @functools.cache
@@ -90,30 +91,24 @@ def dense_weight(is_exact: bool, usual: type[DenseWeight]) -> type[DenseWeight]:
 
     class WithFewRows(usual):
         def products(self, layer: nn.Module) -> list[Product]:
-            few = [FewRows(self)] if can_use_few_rows(self.weight) else []
-            return super().products(layer) + few
+            return super().products(layer) + few_rows_products(self.weight)
 
     return WithFewRows
 
 
 class ExactHead(ParallelLMHead):
+    multiply = staticmethod(exact_linear)
+
     def logits(self, hidden_states: Tensor) -> Tensor:
-        return exact_linear(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
+        return self.multiply(hidden_states, self.weight[: self.vocab_end - self.vocab_start])
 
 
-class FewRowsHead(ParallelLMHead):
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight[: self.vocab_end - self.vocab_start]
-        if few_rows(len(hidden_states), weight):
-            return multiply(hidden_states, weight)
-        return super().logits(hidden_states)
+class FewRowsHead(ExactHead):
+    multiply = staticmethod(functools.partial(product, is_exact=False))
 
 
 def use_heads(model: nn.Module, are_exact: bool) -> None:
     """The LM heads of a model become exact ones, or on a GPU such as multiply few rows faster."""
-    for module in model.modules():
-        if type(module) is ParallelLMHead:
-            if are_exact:
-                module.__class__ = ExactHead
-            elif can_use_few_rows(module.weight):
-                module.__class__ = FewRowsHead
+    for head in model.modules():
+        if type(head) is ParallelLMHead and (are_exact or few_rows_products(head.weight)):
+            head.__class__ = ExactHead if are_exact else FewRowsHead

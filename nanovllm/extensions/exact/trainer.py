@@ -8,33 +8,35 @@ changes a model of transformers in place:
   is packed in front of the first layer and padded again behind the last.
 - Products, norms, rotations, SwiGLU, experts and attention are what the engine calls in exact mode. Residual
   additions are the same as they are.
-- Gradients are the ordinary ones: those of the same formulas in plain torch.
+- Gradients are the ordinary ones: those of the same formulas in plain torch, and of experts those that
+  transformers computes.
 
 Weights and their names stay, so optimizers and checkpoints know nothing of it.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.assembly import moe, token_logprobs
-from nanovllm.extensions.exact.kernels.attention import exact_prefill
+from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
-from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.kv_store import ROWS, StoreHooks, qk_norm_rope_store
-from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.kernels.runtime import next_power_of_2, use_triton
+from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.kv_store import CacheLayout
+from nanovllm.kernels.layernorm import add_rms_norm, rms_norm_torch
+from nanovllm.kernels.runtime import next_power_of_2
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.validation import check
 
 MODELS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
@@ -66,8 +68,7 @@ def make_exact(model: nn.Module) -> nn.Module:
                 module.__class__ = exact
     decoder, head_dim = model.model, model.model.layers[0].self_attn.head_dim
     rotary_emb = functools.cache(lambda length, device: get_rope(head_dim, length, parameters).to(device))
-    decoder.register_forward_pre_hook(partial(_pack, rotary_emb), with_kwargs=True)
-    decoder.register_forward_hook(_pad, with_kwargs=True)
+    decoder.forward = partial(forward_packed, decoder, rotary_emb)
     model.config._attn_implementation = "nanovllm_exact"  # for which transformers makes no masks
     return model
 
@@ -114,51 +115,46 @@ def _check_model(model: nn.Module) -> dict[str, Any]:
     return parameters
 
 
-# In front of the decoder and behind it
+# Around the decoder's layers
 
 
-@dataclass
-class Packed:
+class Packed(NamedTuple):
     """The sequences of a batch without their padding."""
 
-    mask: Tensor  # bool [batch, length]: where the batch has tokens
     positions: Tensor  # int64 [tokens]
     rotary_emb: RotaryEmbedding  # with the engine's table
-    step: Context
+    step: dict[str, Any]  # as `set_context` takes it
 
 
-def _pack(
-    rotary_emb: Callable, decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
-    """A forward pre-hook: other arguments for the decoder."""
-    check(not args, "inputs must be given by name", args)
+def forward_packed(
+    decoder: nn.Module,
+    rotary_emb: Callable,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The forward pass of a decoder, whose result has zeros for padding."""
     for name in NO_OPTIONS:
         given = options.pop(name, getattr(decoder.config, name, None))
         check(given is None or given is False, f"{name} is not possible with exactness", given)
-    input_ids, mask, positions = (
-        options.get(name) for name in ("input_ids", "attention_mask", "position_ids")
-    )
     shape, device = input_ids.shape, input_ids.device
     is_cast = torch.is_autocast_enabled(device.type)
     check(not is_cast, "autocast must be off, and weights in the dtype to compute in", is_cast)
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     check(mask.shape == shape, f"attention_mask must have the shape {[*shape]}", [*mask.shape])
     mask = mask.bool()
-    positions = (mask.cumsum(1) - 1 if positions is None else positions.expand(shape))[mask]
+    positions = (mask.cumsum(1) - 1 if position_ids is None else position_ids.expand(shape))[mask]
     goes_on = (positions.diff() == 1) & (mask.nonzero()[:, 0].diff() == 0)
-    ends = F.pad(~goes_on, (0, 1), value=True).nonzero()[:, 0] + 1
-    bounds = F.pad(ends, (1, 0)).int()
+    bounds = F.pad(~goes_on, (1, 1), value=True).nonzero()[:, 0].int()
     longest = int(bounds.diff().max())
+    step = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)
+    step["slot_mapping"] = torch.full_like(positions, -1, dtype=torch.int32)  # nothing is stored
     table = rotary_emb(next_power_of_2(int(positions.max()) + 1), device)
-    packed = Packed(mask, positions, table, Context(True, bounds, bounds, longest, longest))
-    inputs = {"input_ids": input_ids[mask][None], "attention_mask": None, "position_ids": positions[None]}
-    return (), options | inputs | {"use_cache": False, "packed": packed}
-
-
-def _pad(decoder: nn.Module, args: tuple[()], options: dict[str, Any], output: Any) -> Any:
-    """A forward hook: the decoder's result with zeros for padding."""
-    mask, hidden = options["packed"].mask, output.last_hidden_state[0]
-    padded = hidden.new_zeros(*mask.shape, hidden.shape[1])
+    options |= dict(use_cache=False, packed=Packed(positions, table, step))
+    output = type(decoder).forward(decoder, input_ids[mask][None], None, positions[None], **options)
+    [hidden] = output.last_hidden_state
+    padded = hidden.new_zeros(*shape, hidden.shape[1])
     output.last_hidden_state = padded.masked_scatter(mask[..., None], hidden)
     return output
 
@@ -172,11 +168,14 @@ class ExactLinear(nn.Linear):
 
 
 class ExactNorm(nn.Module):
+    @property
+    def eps(self) -> float:
+        return self.variance_epsilon
+
     def forward(self, x: Tensor) -> Tensor:
-        eps = self.variance_epsilon
         return Recomputed.apply(
-            lambda x, weight: add_rms_norm(x, None, weight, eps)[0],
-            partial(norm, eps),
+            lambda x, weight: add_rms_norm(x, None, weight, self.eps)[0],
+            lambda x, weight: rms_norm_torch(x, weight, self.eps),
             x,
             self.weight,
         )
@@ -184,14 +183,9 @@ class ExactNorm(nn.Module):
 
 class ExactMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        [rows] = x
-        gated = Recomputed.apply(
-            lambda gate, up: exact_silu_and_mul(torch.cat((gate, up), dim=1)),
-            lambda gate, up: F.silu(gate) * up,
-            self.gate_proj(rows),
-            self.up_proj(rows),
-        )
-        return self.down_proj(gated)[None]
+        [gate_up] = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=2)
+        gated = Recomputed.apply(exact_silu_and_mul, silu_and_mul_torch, gate_up)
+        return self.down_proj(gated[None])
 
 
 class ExactMixture(nn.Module):
@@ -199,28 +193,69 @@ class ExactMixture(nn.Module):
         [x], gate = hidden_states, self.gate
         logits = Product.apply(x, gate.weight, None)
         chosen = moe.choose_experts(logits.detach(), gate.top_k, gate.norm_topk_prob)
-        gate_ups, downs = self.experts.gate_up_proj, self.experts.down_proj
-        weights = moe.ExpertWeights(gate_ups.flatten(0, 1), downs.flatten(0, 1), len(downs))
+        matrices = self.experts.gate_up_proj, self.experts.down_proj
+        weights = moe.ExpertWeights(*(each.flatten(0, 1) for each in matrices), self.experts.num_experts)
         return Recomputed.apply(
             lambda x, *_: exact_mixture(moe, x, weights, chosen, is_prefill=True),
-            partial(mixture, chosen.experts.long(), gate.norm_topk_prob),
+            partial(self.plain, chosen.experts.long()),
             x,
             logits,
-            gate_ups,
-            downs,
+            *matrices,
         )[None]
+
+    def plain(self, experts: Tensor, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor) -> Tensor:
+        """
+        The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
+        [tokens, experts]: computed by transformers' own module, with these matrices of all experts.
+        """
+        shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
+        if self.gate.norm_topk_prob:
+            shares = shares / shares.sum(1, keepdim=True)
+        matrices = {"gate_up_proj": gate_ups, "down_proj": downs}
+        return functional_call(self.experts, matrices, (x, experts, shares.to(x.dtype)))
 
 
 class ExactAttention(nn.Module):
     def forward(self, hidden_states: Tensor, packed: Packed, **_options: Any) -> tuple[Tensor, None]:
         projections = self.q_proj, self.k_proj, self.v_proj
         heads = [project(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for project in projections]
-        eps = 0.0
-        if hasattr(self, "q_norm"):
-            eps = self.q_norm.variance_epsilon
-            heads += self.q_norm.weight, self.k_norm.weight
-        exact, plain = (partial(each, packed, self.scaling, eps) for each in (exact_attend, attend))
-        return self.o_proj(Recomputed.apply(exact, plain, *heads).flatten(1)[None]), None
+        norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
+        weights = [norm.weight for norm in norms if norm]
+        exact, plain = (partial(each, packed, norms) for each in (self.exact, self.plain))
+        return self.o_proj(Recomputed.apply(exact, plain, *heads, *weights)[None]), None
+
+    def exact(
+        self, packed: Packed, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *_weights: Tensor
+    ) -> Tensor:
+        """
+        Attention of q, k and v [tokens, heads of each, head_dim], of which q and k are normalised, if there
+        are norms for it, and rotated: by a layer of the engine, which stores nothing. [tokens, heads *
+        head_dim].
+        """
+        layer = Attention(q.shape[1], self.head_dim, self.scaling, k.shape[1])
+        layer.backend = ExactBackend(CacheLayout(q.dtype))
+        layer.k_cache = layer.v_cache = v.new_empty(0)
+        set_context(True, **packed.step)
+        qkv = torch.cat((q, k, v), dim=1)
+        try:
+            return layer(*layer.rotate_and_store(packed.positions, qkv, packed.rotary_emb, *norms))
+        finally:
+            reset_context()
+
+    def plain(
+        self, packed: Packed, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
+    ) -> Tensor:
+        if weights:
+            q, k = (
+                rms_norm_torch(x, weight, norms[0].eps) for x, weight in zip((q, k), weights, strict=True)
+            )
+        q, k = packed.rotary_emb(packed.positions, q, k)
+        attended = []
+        for begin, end in pairwise(packed.step["cu_seqlens_q"].tolist()):
+            heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
+            [y] = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scaling, enable_gqa=True)
+            attended.append(y.transpose(0, 1).flatten(1))
+        return torch.cat(attended)
 
 
 # By what their modules have.
@@ -240,7 +275,6 @@ class Product(torch.autograd.Function):
         return exact_linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
@@ -263,75 +297,9 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [each.detach() for each in ctx.saved_tensors]
-        for each, is_needed in zip(inputs, ctx.needs_input_grad[2:], strict=True):
-            each.requires_grad_(is_needed)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        inputs = [each.detach().requires_grad_(is_needed) for each, is_needed in needed]
         with torch.enable_grad():
             output = ctx.plain(*inputs)
         output.backward(grad)
         return None, None, *(each.grad for each in inputs)
-
-
-# What layers compute: exactly, and in plain torch, where gradients come from
-
-
-def norm(eps: float, x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-def mixture(
-    experts: Tensor, normalise: bool, x: Tensor, logits: Tensor, gate_ups: Tensor, downs: Tensor
-) -> Tensor:
-    """
-    The sum of what `experts` [tokens, top_k] make of x [tokens, hidden], weighted by the router's logits
-    [tokens, experts]. Matrices are [experts, 2 * width, hidden], gates first, and [experts, hidden, width].
-    """
-    shares = logits.softmax(1, dtype=torch.float32).gather(1, experts)
-    if normalise:
-        shares = shares / shares.sum(1, keepdim=True)
-    order = experts.flatten().argsort(stable=True)  # assignments by expert
-    counts = experts.flatten().bincount(minlength=len(downs)).tolist()
-    tokens = order // experts.shape[1]
-    made = []
-    # Matrices are iterated, not indexed: the gradient of an index is as large as that of all experts.
-    for rows, gate_up, down in zip(x[tokens].split(counts), gate_ups, downs, strict=True):
-        gate, up = F.linear(rows, gate_up).chunk(2, dim=1)
-        made.append(F.linear(F.silu(gate) * up, down))
-    weighted = torch.cat(made) * shares.to(x.dtype).flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, tokens, weighted)
-
-
-def exact_attend(
-    packed: Packed, scale: float, eps: float, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
-) -> Tensor:
-    """
-    Attention of q, k and v [tokens, heads of each, head_dim], of which q and k are normalised, if there are
-    weights for it, and rotated.
-    """
-    if use_triton(q):
-        # The engine's kernel computes in place, on views of one product; here it stores nothing.
-        q, k, v = torch.cat((q, k, v), dim=1).split_with_sizes((q.shape[1], k.shape[1], v.shape[1]), dim=1)
-        positions, table, no_cache = packed.positions, packed.rotary_emb.cos_sin_cache, v.new_empty(0)
-        to = no_cache, no_cache, torch.full_like(positions, -1, dtype=torch.int32), StoreHooks()
-        qk_norm_rope_store(q, k, v, *weights or (None, None), eps, positions, table, *to)
-    else:
-        q, k = rotate(packed, eps, q, k, *weights)
-    return exact_prefill(q, k, v, AttentionVariant(scale), packed.step, ROWS)
-
-
-def attend(
-    packed: Packed, scale: float, eps: float, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
-) -> Tensor:
-    q, k = rotate(packed, eps, q, k, *weights)
-    attended = []
-    for begin, end in pairwise(packed.step.cu_seqlens_q.tolist()):
-        heads = (x[None, begin:end].transpose(1, 2) for x in (q, k, v))
-        [y] = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
-        attended.append(y.transpose(0, 1))
-    return torch.cat(attended)
-
-
-def rotate(packed: Packed, eps: float, q: Tensor, k: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    if weights:
-        q, k = (norm(eps, x, weight) for x, weight in zip((q, k), weights, strict=True))
-    return packed.rotary_emb(packed.positions, q, k)

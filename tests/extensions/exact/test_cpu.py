@@ -1,15 +1,15 @@
 """What a CPU computes of a row has the same bits whatever stands beside it, with any number of threads."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from nanovllm.extensions.exact.kernels.attention_torch import exact_decode_torch, exact_prefill_torch
+from nanovllm.extensions.exact.kernels.attention_torch import ExactVariant
 from nanovllm.extensions.exact.products import exact_linear, exact_silu_and_mul
 from nanovllm.kernels.attention_variant import AttentionVariant
+from nanovllm.kernels.decode_attention import paged_decode_attention_torch
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.prefill_attention import varlen_prefill_attention_torch
+from nanovllm.utils.context import Context
 
 TOKENS = 304
 BLOCK_SIZE = 16
@@ -25,24 +25,26 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def prefill(q, k, v, *parts: tuple[int, int], attend=exact_prefill_torch):
+def prefill(q, k, v, *parts: tuple[int, int], kind=ExactVariant):
     """Attention of parts of one sequence, from one token to another, as sequences of one step."""
-    step = SimpleNamespace(block_tables=None)
+    step = Context(is_prefill=True)
     step.cu_seqlens_q = torch.tensor([0, *(end - begin for begin, end in parts)]).cumsum(0)
     step.cu_seqlens_k = torch.tensor([0, *(end for _, end in parts)]).cumsum(0)
     q = torch.cat([q[begin:end] for begin, end in parts])
     k, v = (torch.cat([x[:end] for _, end in parts]) for x in (k, v))
-    return attend(q, k, v, AttentionVariant(q.shape[-1] ** -0.5), step, CacheLayout())
+    return varlen_prefill_attention_torch(q, k, v, kind(q.shape[-1] ** -0.5), step, CacheLayout())
 
 
 def decode(q, k, v, ends: list[int]):
     """Attention of the tokens before these ends, each as a sequence of its own."""
     order = torch.randperm(TOKENS // BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
     k, v = (x.unflatten(0, (-1, BLOCK_SIZE))[order] for x in (k, v))
-    step = SimpleNamespace(context_lens=torch.tensor(ends))
+    step = Context(context_lens=torch.tensor(ends))
     step.block_tables = order.argsort().int().expand(len(ends), -1)
     q = q[[max(0, end - 1) for end in ends]]
-    return exact_decode_torch(q, k, v, AttentionVariant(q.shape[-1] ** -0.5), step, CacheLayout(q.dtype))
+    return paged_decode_attention_torch(
+        q, k, v, ExactVariant(q.shape[-1] ** -0.5), step, CacheLayout(q.dtype)
+    )
 
 
 def random_inputs(shape, dtype):
@@ -70,7 +72,7 @@ def test_attention_of_a_token_is_the_same_in_whole_prompts_chunks_and_decode(sha
 def test_it_is_what_the_reference_of_the_core_computes(shape):
     inputs = random_inputs(shape, torch.float32)
     parts = [(0, 100), (37, 200)]
-    expected = prefill(*inputs, *parts, attend=varlen_prefill_attention_torch)
+    expected = prefill(*inputs, *parts, kind=AttentionVariant)
     torch.testing.assert_close(prefill(*inputs, *parts), expected, rtol=1e-5, atol=1e-5)
 
 

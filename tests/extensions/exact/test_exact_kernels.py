@@ -21,8 +21,9 @@ from kernel_checks import (
     tolerance,
 )
 
+from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.kernels import attention
-from nanovllm.extensions.exact.kernels.attention import TILE, exact_decode, exact_prefill
+from nanovllm.extensions.exact.kernels.attention import TILE
 from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
 from nanovllm.extensions.exact.kernels.product import few_rows, library_agrees, multiply, product
 from nanovllm.kernels.activation import silu_and_mul
@@ -39,6 +40,10 @@ TYPES = [types for types in CACHES if INTERPRETED or types[0] == HALF]
 in_types = pytest.mark.parametrize("dtype, cache_dtype", TYPES, ids=str)
 
 
+def attend(q, k, v, variant, step, layout):
+    return ExactBackend(layout).attend(q, k, v, variant, step)
+
+
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="this is the child process, or Triton is missing")
 @pytest.mark.slow
 def test_the_kernels_compute_attention_and_products_in_tritons_interpreter():
@@ -50,7 +55,7 @@ def test_the_kernels_compute_attention_and_products_in_tritons_interpreter():
 @pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
 def test_decode_attends_to_the_whole_context(device, dtype, cache_dtype, heads, kv_heads, head_dim):
     sizes = heads, kv_heads, head_dim
-    check_decode(exact_decode, LENGTHS, *sizes, 16, device, dtype, cache_dtype)
+    check_decode(attend, LENGTHS, *sizes, 16, device, dtype, cache_dtype)
 
 
 @on_devices
@@ -58,7 +63,7 @@ def test_decode_attends_to_the_whole_context(device, dtype, cache_dtype, heads, 
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_decode_reads_pages_of_any_size_with_splits_and_without(device, block_size, count):
     lengths = (LENGTHS * 5)[3 : 3 + count]
-    check_decode(exact_decode, lengths, 4, 2, 64, block_size, device, HALF)
+    check_decode(attend, lengths, 4, 2, 64, block_size, device, HALF)
 
 
 @on_devices
@@ -73,7 +78,7 @@ def test_prefill_attends_to_what_each_query_sees(
         lengths = lengths[:5]
     if not block_size:
         lengths, cache_dtype = [(q, q) for q, _ in lengths], None
-    check_prefill(exact_prefill, lengths, heads, kv_heads, head_dim, device, dtype, block_size, cache_dtype)
+    check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, block_size, cache_dtype)
 
 
 class Case:
@@ -101,7 +106,7 @@ class Case:
             block_tables=tables,
             attention_plan=plan,
         )
-        return exact_decode(self.q[positions], *self.caches, self.variant, step, self.layout)
+        return attend(self.q[positions], *self.caches, self.variant, step, self.layout)
 
     def prefill(self, begin, end):
         """The tokens from `begin` to `end` as a chunk."""
@@ -113,7 +118,7 @@ class Case:
             end,
             block_tables=self.table,
         )
-        return exact_prefill(self.q[begin:end], *self.caches, self.variant, step, self.layout)
+        return attend(self.q[begin:end], *self.caches, self.variant, step, self.layout)
 
     def plan(self, end, common, count, heads_per_kv_head):
         """

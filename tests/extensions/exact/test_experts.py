@@ -13,6 +13,7 @@ from nanovllm import LLM
 from nanovllm.assembly import build_model
 from nanovllm.extensions.exact import exact_parts
 from nanovllm.extensions.exact.kernels.ordered_sum import sum_in_order
+from nanovllm.extensions.experts import moe
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.quantised.assignment import set_weight
@@ -120,7 +121,7 @@ def test_on_a_gpu_fp8_products_give_a_row_the_same_bits_among_any_number(shape):
     with torch_defaults(torch.bfloat16, device):
         layer = torch.nn.ModuleList([RowParallelLinear(shape[1], shape[0])])
         set_weight(layer[0], Fp8(layer[0].shards, (1, 0), "floats"))
-    exact_parts.use_exact_fp8(layer, Fp8)
+    exact_parts.use_exact(layer, moe, Fp8)
     layer[0].matrix.fill(torch.randn(shape, device=device))
     layer[0].finish()
     product = layer[0].product(1)
@@ -164,7 +165,7 @@ def test_any_number_of_rows_is_multiplied_by_what_a_prefill_takes_and_the_sum_is
     module = SimpleNamespace(
         MixtureOfExperts=MixtureOfExperts, choose_kernels=choose_kernels, run_grouped=lambda *_: parts
     )
-    exact_parts.use_exact_experts(layer, module)
+    exact_parts.use_exact(layer, module, Fp8)
     x = torch.randn(rows, 64).bfloat16()
     residual, _ = compute(layer, x, False)
     assert asked == [True]

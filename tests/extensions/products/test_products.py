@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.exact import products as exact_products
+from nanovllm.extensions.exact.kernels import product as exact_product
 from nanovllm.extensions.exact.products import ExactHead, FewRows, FewRowsHead, dense_weight, use_heads
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
@@ -82,7 +82,7 @@ def make_head(dtype=torch.bfloat16, are_exact=False) -> ParallelLMHead:
 @pytest.mark.usefixtures("hopper")
 def test_a_head_multiplies_few_rows_by_the_exact_product(monkeypatch):
     head = make_head()
-    monkeypatch.setattr(exact_products, "multiply", lambda x, weight: (len(x), weight.shape))
+    monkeypatch.setattr(exact_product, "multiply", lambda x, weight, bias: (len(x), weight.shape))
     assert type(head) is FewRowsHead and head.logits(torch.zeros(256, 16)) == (256, (40, 16))
     assert head.logits(torch.zeros(257, 16).bfloat16()).shape == (257, 40)  # by the library
     assert type(make_head(are_exact=True)) is ExactHead

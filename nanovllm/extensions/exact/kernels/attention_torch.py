@@ -8,15 +8,12 @@ Everything is float32.
 """
 
 import functools
-from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.attention_variant import AttentionVariant
-from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.kernels.runtime import LOG2_E, cdiv
 
 QUERY_TILE = 32
@@ -27,70 +24,41 @@ WIDTH = 16  # of a narrower result some rows of a tile would be added in another
 TILES_AT_ONCE = 16
 
 
-def exact_prefill_torch(
-    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
-) -> Tensor:
-    """As `varlen_prefill_attention`, of variants without hooks."""
-    out = q.new_empty(q.shape)
-    bounds = zip(pairwise(step.cu_seqlens_q.tolist()), pairwise(step.cu_seqlens_k.tolist()), strict=True)
-    for i, ((begin, end), (first, last)) in enumerate(bounds):
-        if begin == end:
-            continue
-        if step.block_tables is None:
-            keys, values = k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
-        else:
-            keys, values = layout.read(k, v, step.block_tables[i], 0, last - first, q)
-        out[begin:end] = _attend(q[begin:end], keys, values, variant.scale)
-    return out
+class ExactVariant(AttentionVariant):
+    """Plain attention for the core's references, which read the keys and values of a sequence."""
 
-
-def exact_decode_torch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, variant: AttentionVariant, step: Any, layout: CacheLayout
-) -> Tensor:
-    """As `paged_decode_attention`, of variants without hooks."""
-    out = torch.zeros_like(q)
-    for i, length in enumerate(step.context_lens.tolist()):
-        if length:
-            keys, values = layout.read(k_cache, v_cache, step.block_tables[i], 0, length, q)
-            out[i : i + 1] = _attend(q[i : i + 1], keys, values, variant.scale)
-    return out
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """
-    Attention of a sequence's last tokens, q [tokens, heads, head_dim], over keys and values
-    [kv_heads, all of its tokens, head_dim]. -> The shape of q, float32.
-    """
-    kv_heads, num_keys, head_dim = keys.shape
-    rows = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # [kv_heads, tokens, heads of each, head_dim]
-    num_heads = rows.shape[2]
-    num_before = num_keys - len(q)
-    keys = _tiles(keys, KEY_TILE)
-    # A column of ones adds up the weights.
-    values = _tiles(F.pad(values, (0, 1), value=1.0), KEY_TILE)
-    token = torch.arange(keys.shape[1] * KEY_TILE).view(-1, 1, KEY_TILE)
-    results = []
-    for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
-        last = num_before + torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
-        num_tiles = cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE)
-        queries = query[:, None].expand(-1, num_tiles, -1, -1).flatten(0, 1)
-        scores = torch.bmm(queries, keys[:, :num_tiles].flatten(0, 1).mT).mul_(scale * LOG2_E)
-        by_head = scores.unflatten(0, (kv_heads, num_tiles))
-        by_head.masked_fill_(token[:num_tiles] > last[:, None], float("-inf"))
-        by_head -= by_head.amax((1, 3), keepdim=True)
-        for some in scores.split(TILES_AT_ONCE):
-            some.exp2_()
-        sums = torch.bmm(scores, values[:, :num_tiles].flatten(0, 1)).unflatten(0, (kv_heads, num_tiles))
-        total = functools.reduce(torch.add, sums.unbind(1))
-        results.append(total[..., :head_dim] / total[..., head_dim : head_dim + 1])
-    result = torch.cat(results, dim=1)[:, : len(q) * num_heads]
-    return result.unflatten(1, (len(q), num_heads)).transpose(0, 1).flatten(1, 2)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Float32. A mask says no more than that the queries are those of a sequence's last tokens."""
+        if mask is None and not is_causal:  # a decode step, which is like a prefill of one token
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+            return self.attend(q.permute(1, 2, 0, 3), k, v, is_causal=True).permute(2, 0, 1, 3)
+        rows = q.transpose(1, 2)  # [kv_heads, tokens, heads of each, head_dim]
+        _, num_queries, num_heads, head_dim = rows.shape
+        num_keys = k.shape[2]
+        keys = _tiles(k[:, 0], KEY_TILE)
+        # A column of ones adds up the weights.
+        values = _tiles(F.pad(v[:, 0], (0, 1), value=1.0), KEY_TILE)
+        token = torch.arange(keys.shape[1] * KEY_TILE).view(-1, 1, KEY_TILE)
+        results = []
+        for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
+            last = torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
+            last += num_keys - num_queries
+            num_tiles = cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE)
+            # [kv_heads, tiles, QUERY_TILE, KEY_TILE]
+            scores = (query[:, None] @ keys[:, :num_tiles].contiguous().mT).mul_(self.scale * LOG2_E)
+            scores.masked_fill_(token[:num_tiles] > last[:, None], float("-inf"))
+            scores -= scores.amax((1, 3), keepdim=True)
+            for some in scores.flatten(0, 1).split(TILES_AT_ONCE):
+                some.exp2_()
+            total = functools.reduce(torch.add, (scores @ values[:, :num_tiles]).unbind(1))
+            results.append(total[..., :head_dim] / total[..., head_dim : head_dim + 1])
+        result = torch.cat(results, dim=1)[:, : num_queries * num_heads]
+        return result.unflatten(1, (num_queries, num_heads)).transpose(1, 2)
 
 
 def _tiles(x: Tensor, size: int) -> Tensor:
     """x [heads, rows, width] as float32 [heads, tiles, size, WIDTH or a multiple], with zeros behind."""
-    heads, rows, width = x.shape
-    count = cdiv(rows, size)
-    tiles = x.new_zeros(heads, count * size, cdiv(width, WIDTH) * WIDTH, dtype=torch.float32)
-    tiles[:, :rows, :width] = x
-    return tiles.unflatten(1, (count, size))
+    padding = 0, -x.shape[2] % WIDTH, 0, -x.shape[1] % size
+    return F.pad(x.float(), padding).contiguous().unflatten(1, (-1, size))

@@ -34,11 +34,12 @@ def few_rows(rows: int, weight: Tensor) -> bool:
     return rows <= (MORE_ROWS if weight.numel() <= SMALL_WEIGHT else FEW_ROWS)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] @ weight.T + bias: [rows, out], for weight [out, in], on a GPU."""
-    if few_rows(len(x), weight) or not library_agrees(len(x), weight.shape, weight.dtype, weight.device):
-        return multiply(x, weight, bias)
-    return F.linear(x, weight, bias)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Tensor:
+    """x [rows, in] @ weight.T + bias: [rows, out], for weight [out, in], on a GPU; exact, or the fastest."""
+    if not few_rows(len(x), weight):
+        if not is_exact or library_agrees(len(x), weight.shape, weight.dtype, weight.device):
+            return F.linear(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 @functools.cache
@@ -83,13 +84,12 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     """
     if rows <= 16:
         return 16, 64, 128, 4, 6
-    if rows <= 32 or (outputs <= 4096 and rows <= 64) or (outputs <= 2048 and rows <= 256):
+    wide = rows if outputs > 4096 else cdiv(rows, 2)  # narrow weights have fewer tiles
+    if wide <= 32 or (outputs <= 2048 and rows <= 256):
         return 32, 64, 128, 4, 5
-    if rows <= 64 or (outputs <= 4096 and rows <= 128):
+    if wide <= 64:
         return 64, 64, 128, 4, 5
-    if rows <= 128 or (outputs <= 4096 and rows <= 256):
-        return 64, 128, 128, 4, 4
-    return 128, 128, 64, 8, 4
+    return (64, 128, 128, 4, 4) if wide <= 128 else (128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,31 +109,25 @@ def _product_kernel(
     feature = block_n * BLOCK_N + place % BLOCK_N
     weight_row = tl.minimum(feature, width - 1) + place // BLOCK_N * width
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight + weight_row.to(tl.int64) * in_features
+    weight_tile = weight + weight_row.to(tl.int64)[:, None] * in_features + k[None, :]
     pdl_wait(OVERLAP)
-    weight_tile = weight_row[:, None] + k[None, :]
     x_tile = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
     is_row = (row < rows)[None, :]
     acc = tl.zeros([PARTS * BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, in_features, BLOCK_K):
-        if EVEN:
-            left = tl.load(weight_tile)
-            right = masked_load(x_tile, is_row)
-        else:
-            inside = start + k < in_features
-            left = masked_load(weight_tile, inside[None, :])
-            right = masked_load(x_tile, is_row & inside[:, None])
+        inside = EVEN | (start + k < in_features)
+        left = masked_load(weight_tile, inside[None, :])
+        right = masked_load(x_tile, is_row & inside[:, None])
         acc = tl.dot(left, right, acc, input_precision="ieee")
         weight_tile += BLOCK_K
         x_tile += BLOCK_K
     if bias is not None:
-        added = masked_load(bias + feature + place // BLOCK_N * width, feature < width)
-        acc += added.to(tl.float32)[:, None]
+        acc += tl.load(bias + weight_row).to(tl.float32)[:, None]
     result = acc.to(out.dtype.element_ty)
     feature = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if PARTS == 2:
         gate, up = result.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
         activated = silu(gate.to(tl.float32)).to(gate.dtype)
-        result = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        result = activated.to(tl.float32) * up.to(tl.float32)
     address = out + row.to(tl.int64)[None, :] * width + feature[:, None]
     tl.store(address, result, mask=is_row & (feature < width)[:, None])

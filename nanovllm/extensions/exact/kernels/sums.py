@@ -42,13 +42,32 @@ def times(rows, matrix, SIZES):
 
 
 @triton.jit
-def sum_tile(query, cache, start, len_k, last_key, scale_log2, SIZES, LOAD, MASKED):
+def load_vectors(place, is_row, SIZES):
+    """HEAD_DIM numbers of each row from its `place` on, in the shape of sums."""
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    inside = along(is_row, SIZES) & across(dim < SIZES.HEAD_DIM, SIZES)
+    return masked_load(along(place, SIZES) + across(dim, SIZES), inside)
+
+
+@triton.jit
+def store_vectors(place, vectors, is_row, SIZES):
+    dim = tl.arange(0, SIZES.DIM_PAD)
+    inside = along(is_row, SIZES) & across(dim < SIZES.HEAD_DIM, SIZES)
+    tl.store(along(place, SIZES) + across(dim, SIZES), vectors, mask=inside)
+
+
+@triton.jit
+def sum_tile(query, keys, start, SIZES, MASKED):
     """
-    The sums of the tile of keys at `start`, [rows], [rows, ONES] and [rows, DIM_PAD]. `load_rows` explains
-    `cache`. If MASKED, each query sees the keys up to its `last_key`, all of them below len_k.
+    The sums of the tile of keys at `start`, [rows], [rows, ONES] and [rows, DIM_PAD]. `keys` are where keys
+    and values lie, with their strides, the block table, how many there are, the last one that each query
+    sees, and the scale of scores. If not MASKED, all queries see the whole tile.
     """
+    heads, table, len_k, last_key, scale_log2 = keys
+    k, v, k_stride, v_stride = heads
+    cache = k, v, table, k_stride, v_stride
     token = start + tl.arange(0, SIZES.KEY_TILE)
-    key, value = LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
+    key, value = SIZES.LOAD(cache, start, len_k, token < len_k, query.dtype, SIZES, MASKED)
     score = times(query, key, SIZES)
     if MASKED:
         score = tl.where(across(token, SIZES) <= along(last_key, SIZES), score, MINUS_INF)
@@ -89,22 +108,18 @@ def divided(sums, SIZES):
 
 
 @triton.jit
-def store_sums(place, sums, is_row, is_dim, SIZES):
+def store_sums(place, sums, is_row, SIZES):
     """At `place` [rows]: acc, then highest and total."""
     highest, total, acc = sums
-    dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = along(is_row, SIZES) & across(is_dim, SIZES)
-    tl.store(along(place, SIZES) + across(dim, SIZES), acc, mask=inside)
+    store_vectors(place, acc, is_row, SIZES)
     tl.store(place + SIZES.HEAD_DIM, highest, mask=is_row)
     tl.store(place + SIZES.HEAD_DIM + 1, highest_of(total, SIZES), mask=is_row)
 
 
 @triton.jit
-def load_sums(place, is_row, is_dim, SIZES):
+def load_sums(place, is_row, SIZES):
     """What `store_sums` has stored; where there is none, what changes nothing."""
-    dim = tl.arange(0, SIZES.DIM_PAD)
-    inside = along(is_row, SIZES) & across(is_dim, SIZES)
-    acc = masked_load(along(place, SIZES) + across(dim, SIZES), inside)
+    acc = load_vectors(place, is_row, SIZES)
     highest = tl.load(place + SIZES.HEAD_DIM, mask=is_row, other=MINUS_INF)
     total = along(masked_load(place + SIZES.HEAD_DIM + 1, is_row), SIZES)
     return highest, tl.broadcast_to(total, zeros(SIZES.ONES, SIZES).shape), acc
