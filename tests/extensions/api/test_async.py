@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from async_engines import idle
 from engines import assert_empty
+from forked_ranks import forked_ranks  # noqa: F401
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError

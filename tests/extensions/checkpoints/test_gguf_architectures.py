@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from forked_ranks import forked_ranks  # noqa: F401
 from gguf_files import placed, write_gguf
 from gguf_packer import decode, encode
 from kernel_checks import needs_cuda
