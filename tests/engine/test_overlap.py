@@ -36,7 +36,7 @@ def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())

@@ -35,7 +35,7 @@ from tiny_checkpoints import (
 CASES_PER_ARCHITECTURE = 17
 WHOLE_ENGINE = 0, 2, 4, 6, 9, 11, 13, 15  # every group size, window, kind and place of experts, of layers
 VOCAB = 320
-COUNT = 20
+COUNT = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
 ROPES = [
@@ -141,7 +141,7 @@ def case(request, tmp_path_factory):
         **EXACT,
         max_num_batched_tokens=48,
         max_num_seqs=6,
-        num_kvcache_blocks=11,
+        num_kvcache_blocks=14,
         max_model_len=512,
     ) as llm:
         yield SimpleNamespace(llm=llm, reference=reference, seed=number, settings=settings)

@@ -212,8 +212,8 @@ def checkpoint(tmp_path_factory) -> str:
     ids=lambda options: "-".join(options.values()),
 )
 def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(checkpoint, options):
-    counts, different = compare(checkpoint, 5, 1, device="cpu", exact=True, **options)
-    assert counts["completions"] > 50 and not different, f"{len(different)}, first {different[0]}"
+    counts, different = compare(checkpoint, 3, 1, device="cpu", exact=True, **options)
+    assert counts["completions"] > 30 and not different, f"{len(different)}, first {different[0]}"
 
 
 @pytest.mark.usefixtures("no_forecast")

@@ -25,7 +25,7 @@ KINDS = [
     ("llama", dict(dtype="float32", kv_cache_dtype="int8")),
 ]
 ENGINES = 15  # of each kind, which compute 45 schedules: 315 in all
-FEW = 5
+FEW = 7
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(checkpoi
     name, options = KINDS[number]
     counts, different = compare(checkpoints[name], engines, number, device="cpu", exact=True, **options)
     assert not different, f"{len(different)} of {counts['completions']}, first {different[0]}"
-    assert counts["preemptions"] and all(counts[name] > 2 * engines for name in ("chunks", "hits", "copies"))
+    assert counts["preemptions"] and all(counts[name] > 30 for name in ("chunks", "hits", "copies")), counts
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -287,7 +287,7 @@ def test_a_device_has_the_tables_that_it_was_told_of():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257, num_hidden_layers=1))
 
 
 def make_requests() -> list[list[int]]:

@@ -42,7 +42,7 @@ SIZES = dict(vocab_size=257, num_hidden_layers=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, **SIZES))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=6, **SIZES))
 
 
 @pytest.fixture(scope="module")

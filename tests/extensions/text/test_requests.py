@@ -27,7 +27,9 @@ PROMPT = [*range(40)]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257)
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257, num_hidden_layers=1
+    )
     with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
         yield llm
 
