@@ -169,7 +169,7 @@ def test_large_logits_do_not_overflow():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), tokenizer=False)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), tokenizer=False, num_hidden_layers=1)
 
 
 def sample_with(folder, prompts, params, seed=0, **options) -> list[list[int]]:

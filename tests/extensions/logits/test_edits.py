@@ -86,7 +86,9 @@ def test_equal_logits_are_kept_or_left_out_together():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=VOCAB)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=VOCAB, num_hidden_layers=1
+    )
 
 
 @pytest.fixture(scope="module")
