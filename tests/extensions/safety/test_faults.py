@@ -37,12 +37,11 @@ PARAMS = [
 ]
 ERRORS = [MemoryError, RuntimeError("injected"), torch.OutOfMemoryError("injected")]
 OPTIONS = dict(**EXACT, num_kvcache_blocks=8, max_num_batched_tokens=24)
-SIZES = dict(vocab_size=257, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=6, **SIZES))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257))
 
 
 @pytest.fixture(scope="module")
