@@ -16,7 +16,7 @@ from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # no
 
 @pytest.fixture(scope="module")
 def shared_engines(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1)
+    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, num_hidden_layers=1)
     with Engines(str(folder)) as engines:
         yield engines
 

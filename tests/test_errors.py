@@ -38,7 +38,7 @@ PROMPTS = [[1, 2, 3], list(range(50)), [7] * 33, list(range(50))]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1)
+    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, num_hidden_layers=1)
     return SimpleNamespace(folder=str(folder), reference=load_reference(folder))
 
 

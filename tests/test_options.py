@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from tqdm import tqdm
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams

@@ -27,7 +27,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257, num_hidden_layers=1))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from tiny_checkpoints import (
     reference_greedy,
 )
 
-COUNT = 24
+COUNT = 18
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 32, 33, 64, 90)
 

@@ -56,7 +56,7 @@ PROMPTS, PARAMS = make_requests()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2, num_hidden_layers=1))
 
 
 @pytest.fixture(autouse=True)

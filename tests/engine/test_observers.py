@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import assemble

@@ -36,14 +36,14 @@ def run(folder: str, overlap: bool, params: SamplingParams | list[SamplingParams
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
 @pytest.mark.parametrize("eos", [(), tuple(range(0, 320, 23))], ids=["to the end", "ending early"])
 @pytest.mark.usefixtures("no_forecast")
 def test_overlapped_steps_give_the_tokens_of_the_plain_loop(folder, options, eos):
-    params = [SamplingParams(0.0, 60 - 5 * i, not eos) for i in range(8)]
+    params = [SamplingParams(0.0, 40 - 3 * i, not eos) for i in range(8)]
     expected, _ = run(folder, False, params, eos, **options)
     results, preemptions = run(folder, True, params, eos, **options)
     assert results == expected

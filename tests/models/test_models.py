@@ -35,7 +35,7 @@ from tiny_checkpoints import (
 CASES_PER_ARCHITECTURE = 17
 WHOLE_ENGINE = 0, 2, 4, 6, 9, 11, 13, 15  # every group size, window, kind and place of experts, of layers
 VOCAB = 320
-COUNT = 48
+COUNT = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
 ROPES = [

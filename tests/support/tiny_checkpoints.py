@@ -136,17 +136,19 @@ def reference_greedy(model, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def assert_greedy(model, prompt: list[int], completion: list[int], eos: tuple[int, ...] = ()) -> None:
+def assert_greedy(model, prompt: list[int], completion: list[int], eos: tuple[int, ...] = ()) -> torch.Tensor:
     """
     Every token of `completion` is the one that transformers ranks first after the tokens before it. By
     induction this is greedy decoding, in one forward pass. Only where transformers itself sees a tie may
-    either be taken.
+    either be taken. Returns the logits of all tokens.
     """
-    logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    all_logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0]
+    logits = all_logits[len(prompt) - 1 : -1]
     behind = logits.amax(-1) - logits.gather(1, torch.tensor(completion)[:, None])[:, 0]
     wrong = (behind > 1e-4).nonzero().flatten().tolist()
     assert not wrong, f"token {wrong[0]} of the completion is {behind[wrong[0]]:.4f} behind the best"
     assert not set(completion[:-1]) & set(eos), "went on after an end-of-sequence token"
+    return all_logits
 
 
 def edit_json(file: Path, **changes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from async_engines import idle
 from engines import assert_empty
+from forked_ranks import forked_ranks  # noqa: F401
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.distributed.ranks import EngineDeadError
@@ -22,7 +23,11 @@ OPTIONS = dict(**EXACT, num_kvcache_blocks=400)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257))
+    return str(
+        make_checkpoint(
+            tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257, num_hidden_layers=1
+        )
+    )
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])

@@ -27,7 +27,7 @@ from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257)
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

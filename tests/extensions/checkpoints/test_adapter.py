@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -13,6 +13,7 @@ import pytest
 import regex
 import torch
 import transformers
+from forked_ranks import forked_ranks  # noqa: F401
 from gguf_files import byte_level_metadata, metadata_of, placed, write_gguf
 from gguf_packer import decode, encode
 from gpu_checks import assert_answers_as

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from forked_ranks import forked_ranks  # noqa: F401
 from gguf_files import placed, write_gguf
 from gguf_packer import decode, encode
 from kernel_checks import needs_cuda
@@ -112,8 +113,13 @@ def through(folder, quantisation, is_quantised):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("quantisation", ["F32", "Q8_0"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, quantisation",
+    [
+        *((case, "Q8_0") for case in CASES),
+        *((case, "F32") for case in ("phi3, longer", "mixtral", "deepseek2")),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, case, quantisation):
     file = make_file(tmp_path, case, quantisation)
     assert_answers_as_transformers(file, tmp_path, model_impl="auto")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from safetensors.torch import load_file
 from torch.nn import Parameter

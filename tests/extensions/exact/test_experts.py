@@ -213,15 +213,15 @@ def checkpoint(tmp_path_factory) -> str:
     ids=lambda options: "-".join(options.values()),
 )
 def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(checkpoint, options):
-    counts, different = compare(checkpoint, 5, 1, device="cpu", exact=True, **options)
-    assert counts["completions"] > 50 and not different, f"{len(different)}, first {different[0]}"
+    counts, different = compare(checkpoint, 3, 1, 12, device="cpu", exact=True, **options)
+    assert counts["completions"] > 30 and not different, f"{len(different)}, first {different[0]}"
 
 
 @pytest.mark.usefixtures("no_forecast")
 @by_torch
 @pytest.mark.parametrize("options", [{}, dict(quantization="fp8")], ids=str)
 def test_without_the_mode_the_same_schedules_change_logits(checkpoint, options):
-    counts, different = compare(checkpoint, 2, 1, device="cpu", dtype="float32", **options)
+    counts, different = compare(checkpoint, 2, 1, 12, device="cpu", dtype="float32", **options)
     assert len(different) > counts["completions"] / 4
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from torch.distributed import HashStore
 
 from nanovllm import LLM, SamplingParams

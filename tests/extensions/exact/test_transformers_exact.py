@@ -21,13 +21,13 @@ def start(folder, **options) -> None:
 @pytest.mark.usefixtures("no_forecast")
 @pytest.mark.parametrize("kind", ["olmo2", "gpt2"])  # with norms of the engine, and of transformers
 def test_a_sequence_in_any_company_has_the_logits_of_the_sequence_alone(tmp_path, kind):
-    counts, different = compare(make(kind, tmp_path), 3, 0, exact=True, **OPTIONS)
+    counts, different = compare(make(kind, tmp_path), 3, 0, 12, exact=True, **OPTIONS)
     assert counts["completions"] > 30 and not different, f"{len(different)}, first {different[0]}"
 
 
 @pytest.mark.usefixtures("no_forecast")
 def test_without_the_mode_the_same_schedules_change_logits(tmp_path):
-    counts, different = compare(make("olmo2", tmp_path), 1, 0, **OPTIONS)
+    counts, different = compare(make("olmo2", tmp_path), 1, 0, 12, **OPTIONS)
     assert len(different) > counts["completions"] / 4
 
 

@@ -1,5 +1,6 @@
 """`python -m nanovllm.extensions.lab check`, and the exercises that it judges."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,12 +74,14 @@ def test_a_class_with_a_fault_is_told_which_rule_it_breaks(tmp_path):
         ("model", None, "no file"),
     ],
 )
-def test_what_cannot_be_checked_is_said(tmp_path, part, source, message):
+def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys, part, source, message):
     file = tmp_path / "mine.py"
     if source is not None:
         file.write_text(source)
-    done = check(part, file)
-    assert done.returncode == 2 and message in done.stderr
+    monkeypatch.setattr("sys.argv", ["lab", "check", part, str(file)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("nanovllm.extensions.lab", run_name="__main__")
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -73,7 +73,9 @@ def test_equal_logits_are_listed_by_token_id(vocab, dtype, kinds):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=VOCAB)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=VOCAB, num_hidden_layers=1
+    )
 
 
 @pytest.fixture(scope="module")

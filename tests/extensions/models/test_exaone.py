@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from gguf_files import write_gguf
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, quantise

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import mxfp4, quantise
 from safetensors.torch import load_file, save_file

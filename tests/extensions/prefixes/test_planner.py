@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cascades import cascade_config, make_cascade
 from cases import slow
+from forked_ranks import forked_ranks  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +104,7 @@ class Prompts:
 
 @pytest.mark.parametrize("kind", [CascadePlanner, WholePrefixPlanner])
 @pytest.mark.parametrize("min_saved", [1, 2000])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([300, 5000]))
 def test_whatever_joins_and_leaves_the_tables_are_right(kind, min_saved, pick, most_tokens):
     prompts, planner, tables = Prompts(pick, most_tokens), make_planner(kind), Tables()
@@ -131,7 +132,7 @@ def test_whatever_joins_and_leaves_the_tables_are_right(kind, min_saved, pick, m
 
 
 @pytest.mark.parametrize("kind", [CascadePlanner, WholePrefixPlanner])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(pick=st.randoms(use_true_random=False))
 def test_a_sequence_shares_all_that_it_has_in_common_with_another(kind, pick):
     """Or, in whole prefixes, as many times 128 tokens as that is."""
@@ -288,7 +289,7 @@ def test_a_device_has_the_tables_that_it_was_told_of():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257))
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), vocab_size=257, num_hidden_layers=1))
 
 
 def make_requests() -> list[list[int]]:

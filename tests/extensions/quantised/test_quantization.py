@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import PACKERS, Packer, gptq, quantise
 from safetensors.torch import load_file, save_file

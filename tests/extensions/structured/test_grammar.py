@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 from engines import assert_empty
+from forked_ranks import forked_ranks  # noqa: F401
 from grammars import JSON, LETTERS, PARAMS, PROMPTS, SCHEMA, assert_same
 from smollm2 import smollm2_gguf  # noqa: F401
 from structured_schemas import CHECKPOINT, ENDINGS, run
@@ -300,10 +301,12 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize(
+    "mode, overlap", [*((mode, True) for mode in MODES), ("preemption", False), ("chunks", False)]
+)
 @pytest.mark.usefixtures("no_forecast")
-def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, options, overlap):
+def test_every_request_gets_the_tokens_that_it_gets_alone(folder, alone, mode, overlap):
+    options = MODES[mode]
     with LLM(folder, **{**EXACT, "num_kvcache_blocks": 400, **options}) as llm:
         llm._overlap = overlap
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), alone)

@@ -83,7 +83,7 @@ some_characters = st.sampled_from("abe the\n .é日👍👩\u200d🏽ß")
 texts = st.text(st.one_of(some_characters, st.characters(codec="utf-8")), max_size=25)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=texts, sizes=st.lists(st.integers(1, 4), max_size=20))
 @example(text=" leading", sizes=[])
 @example(text="  two", sizes=[])
@@ -98,7 +98,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, sizes
         assert not any(INCOMPLETE in piece for piece in pieces)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_tokens_join_to_the_text(tokenizer, data, skip):
     """Also of bytes that are no text, and of special tokens between words."""
@@ -108,7 +108,7 @@ def test_pieces_of_any_tokens_join_to_the_text(tokenizer, data, skip):
     assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(text=texts.filter(bool), data=st.data())
 def test_a_stop_text_is_found_at_the_token_that_completes_it_wherever_borders_are(tokenizer, text, data):
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -179,7 +179,7 @@ parts = st.one_of(texts.map(str.encode), st.binary(max_size=4), st.sampled_from(
 runs = st.builds(lambda data, count: (data * count)[:60], parts, st.integers(1, 40))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_what_is_said_of_a_long_run_is_what_decoding_all_of_it_says(tokenizer, data, skip):
     """After every token: of bytes that are text, half a character or none; of ids without a text; mixed."""

@@ -27,7 +27,9 @@ PROMPT = [*range(40)]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257)
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=1, vocab_size=257, num_hidden_layers=1
+    )
     with LLM(str(folder), **EXACT, num_kvcache_blocks=60) as llm:
         yield llm
 
@@ -262,10 +264,9 @@ def test_n_completions_compute_a_long_prompt_once(engine, monkeypatch, block_siz
         results = other.generate(prompts, SamplingParams(1.0, 20, True, n=3, seed=7), use_tqdm=False)
         assert sorted(lengths) == sorted([length] * 2 + [computed] * 4)
         assert results[0]["num_cached_tokens"] == 0
+    alone = [SamplingParams(1.0, 20, True, seed=7 + i) for i in range(3)]
     for prompt, result in zip(prompts, results, strict=True):
-        for i, output in enumerate(result["outputs"]):
-            alone = SamplingParams(1.0, 20, True, seed=7 + i)
-            assert tokens_of(engine.generate([prompt], alone, use_tqdm=False)) == [output["token_ids"]]
+        assert tokens_of(engine.generate([prompt] * 3, alone, use_tqdm=False)) == tokens_of(result["outputs"])
 
 
 @pytest.mark.parametrize(
@@ -622,10 +623,10 @@ def test_an_aborted_request_leaves_at_any_moment_and_disturbs_nobody(llm, monkey
     assert_empty(llm)
     assert set(found) == set(ids)
     monkeypatch.undo()
-    alone = [tokens_of(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
+    again = tokens_of(llm.generate(prompts, params, use_tqdm=False))
     llm.scheduler.clear()  # with nothing in the cache that an aborted request may have left there
-    fresh = [tokens_of(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
-    assert alone == fresh
+    fresh = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    assert again == fresh
     for i, request_id in enumerate(ids):
         tokens = found[request_id]
         assert tokens == fresh[i][: len(tokens)]

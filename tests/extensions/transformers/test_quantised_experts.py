@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers_checkpoints import PROMPTS, assert_answers_as_transformers, make, settings_of

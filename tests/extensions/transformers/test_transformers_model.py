@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from published_configs import PUBLISHED, make_published
 from quantised_checkpoints import PACKERS, quantise
