@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
@@ -45,22 +45,19 @@ ROPE_KEYS = """
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
-    the classes of those that can be read, and `codes` the architectures that the gguf package knows.
+    the classes of those that can be read.
     """
 
     def __init__(self, path: str, models: Collection[Any]):
         super().__init__(path)
         try:
-            import gguf
-
-            self.metadata, self.stored, self.num_bytes = read_file(path)
+            self.metadata, self.stored = read_file(path)
         except ImportError as error:
             raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
-        except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, struct.error) as error:
             raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.architecture = self.metadata.get("general.architecture")
-        self.codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
-        known = {model.gguf_name: model for model in models if model.gguf_name in self.codes}
+        known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
             names = ", ".join(known)
             raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
@@ -79,25 +76,25 @@ class GGUFCheckpoint(Checkpoint):
             raise ValueError(f"{self.path}: {error}") from None
 
     def _read_fields(self) -> dict[str, Any]:
-        embedding = self.stored.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
+        embedding, number = self.stored.get("token_embd.weight"), self._number
+        if embedding is None:
             raise ValueError("it has no matrix token_embd.weight")
-        heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
-        head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
+        heads, hidden_size = number("attention.head_count"), number("embedding_length")
+        head_dim = number("attention.key_length", hidden_size // max(heads, 1))
         eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
-        eps = self._number("attention.layer_norm_rms_epsilon", eps, kind=float)
+        eps = number("attention.layer_norm_rms_epsilon", eps, float)
         raw = {
             "model_type": self.model.model_type,
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
-            "intermediate_size": self._number("feed_forward_length"),
+            "intermediate_size": number("feed_forward_length"),
             "num_hidden_layers": self._num_layers(),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", heads),
+            "num_key_value_heads": number("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self._number("context_length"),
+            "max_position_embeddings": number("context_length"),
             **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
-            "rope_theta": self._number("rope.freq_base", 10000.0, kind=float),
+            "rope_theta": number("rope.freq_base", 10000.0, float),
             "rope_scaling": self._rope_scaling(),
             "attention_bias": "blk.0.attn_q.bias" in self.stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
@@ -106,16 +103,17 @@ class GGUFCheckpoint(Checkpoint):
             "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
             "quantization_config": self._quantisation() if self.fill is None else None,
         }
-        own = self.model.read_gguf_fields(raw, self._number, self.stored)
+        own = self.model.read_gguf_fields(raw, number, self.stored)
         others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
         others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
         for name, fields in others.items():
-            if self._number(name, head_dim) != head_dim and not fields & own.keys():
+            if number(name, head_dim) != head_dim and not fields & own.keys():
                 raise ValueError(f"{name} must be {head_dim} like the keys' length")
         return raw | own
 
     def hf_config(self) -> ModelConfig:
-        return checked_size(self, super().hf_config(), self.num_bytes)
+        num_bytes = sum(tensor.encoded.nbytes for tensor in self.stored.values())
+        return checked_size(self, super().hf_config(), num_bytes)
 
     def tokenizer(self) -> Any:
         with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
@@ -134,26 +132,23 @@ class GGUFCheckpoint(Checkpoint):
 
     def tensors(self) -> Iterator[GGUFTensor]:
         """By llama.cpp's names, see `placed`."""
-        heads = self._number("attention.head_count")
+        heads, model = self._number("attention.head_count"), self.model
         rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
-        model = self.model
         unused = range(self._num_layers(), self._number("block_count"))
         for name, tensor in self.stored.items():
-            block = BLOCK.match(name)
-            if name in ROPE_TENSORS or (block and int(block[1]) in unused):
+            block, part = BLOCK.match(name), name.split(".")[-2:][0]
+            is_unused = block and int(block[1]) in unused
+            if is_unused or name in ROPE_TENSORS or part == "attn_v_b":
                 continue
-            module = name.rpartition(".")[0]
-            part, order = module.rpartition(".")[2], None
             if part == "attn_k_b":
-                tensor = joined_heads(tensor, self.stored.get(name.replace("attn_k_b", "attn_v_b")))
-            elif part == "attn_v_b":
-                continue
+                tensor = joined_heads(tensor, self.stored.get(name.replace("_k_b", "_v_b")))
             elif part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:  # a row
                 tensor = replace(tensor, shape=(1, *tensor.shape), encoded=tensor.encoded[None])
-            if model.gguf_rotates_neighbours and part in rotated:
-                order = _rotary_order(tensor.shape[0], rotated[part])
-            added = model.gguf_added_to_norms if module.endswith("norm") else 0.0
-            yield replace(tensor, order=order, added=added)
+            elif model.gguf_rotates_neighbours and part in rotated:
+                tensor = in_halves(tensor, rotated[part])
+            elif model.gguf_added_to_norms and part.endswith("norm"):
+                tensor = with_values(tensor, tensor[:].float() - model.gguf_added_to_norms)
+            yield tensor
 
     def placed(
         self, tensors: Iterable[GGUFTensor], model: nn.Module, known: Collection[str]
@@ -164,7 +159,8 @@ class GGUFCheckpoint(Checkpoint):
         """
         import gguf
 
-        names = gguf.get_tensor_name_map(self.codes[self.architecture], self._num_layers())
+        [code] = [code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture]
+        names = gguf.get_tensor_name_map(code, self._num_layers())
         places, device = defaultdict(list), next(model.parameters()).device
         for name in known:
             plain = NUMBER.sub("", name).removesuffix("_bias")  # e_score_correction_bias
@@ -172,8 +168,9 @@ class GGUFCheckpoint(Checkpoint):
         for tensor in tensors:
             name = tensor.name
             found = places.get(name) or places.get(name.rpartition(".")[0], [name])
-            is_stacked = NUMBER.search(found[0]) and len(tensor.shape) > 1
-            parts = [*tensor.matrices()] if is_stacked else [tensor]
+            parts = [tensor]
+            if NUMBER.search(found[0]) and len(tensor.shape) > 1:  # stacked
+                parts = [replace(tensor, shape=tensor.shape[1:], encoded=each) for each in tensor.encoded]
             if len(parts) != len(found):
                 raise ValueError(f"{tensor.file}: tensor {name} holds {len(parts)}, not {len(found)}")
             for part, place in zip(parts, found, strict=True):
@@ -197,64 +194,76 @@ class GGUFCheckpoint(Checkpoint):
             each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) > 1
         ]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
-        bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)
+        num_bytes = sum(matrix.encoded.nbytes for matrix in matrices)
         experts = {each.quantisation.name for each in matrices if each.name.endswith("_exps.weight")}
-        found = {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
-        return found | {"has_mxfp4_experts": experts == {"MXFP4"}}
+        return {
+            "quant_method": "gguf",
+            "num_weights": num_weights,
+            "bits_per_weight": 8 * num_bytes / max(num_weights, 1),
+            "has_mxfp4_experts": experts == {"MXFP4"},
+        }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
-        prefix, known = f"{self.architecture}.rope.", [*ROPE_KEYS, *self.model.gguf_rope_keys]
+        prefix, number = f"{self.architecture}.rope.", self._number
+        known = [prefix + key for key in (*ROPE_KEYS, *self.model.gguf_rope_keys)]
         for key in self.metadata:
-            if key.startswith(prefix) and key.removeprefix(prefix) not in known:
+            if key.startswith(prefix) and key not in known:
                 raise ValueError(f"{key} is not supported")
-        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
+        kind = self.metadata.get(f"{prefix}scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise ValueError(f"rope.scaling.type {kind!r} is not known; known: linear, yarn")
-        older = self._number("rope.scale_linear", 0.0, kind=float)
-        factor = self._number("rope.scaling.factor", older, kind=float) or 1.0
+        older = number("rope.scale_linear", 0.0, float)
+        factor = number("rope.scaling.factor", older, float) or 1.0
         # Written by converters, not read by llama.cpp. The second may say what follows from the factor.
         for name, own in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 0.1 * math.log(abs(factor)) + 1)):
-            value = self._number(f"rope.scaling.{name}", 1.0, kind=float)
+            value = number(f"rope.scaling.{name}", 1.0, float)
             if value != 1 and not math.isclose(value, own, rel_tol=1e-5):
                 raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+        scaling: dict[str, Any] = {}
         if kind == "yarn":
-            original = self._number("rope.scaling.original_context_length", self._number("context_length"))
-            scaling["original_max_position_embeddings"] = original
+            trained = number("rope.scaling.original_context_length", number("context_length"))
+            scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
             for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-                scaling[name] = self._number(f"rope.scaling.yarn_{name}", default, kind=float)
-        elif kind == "none" or factor == 1:
-            scaling = {}
+                scaling[name] = number(f"rope.scaling.yarn_{name}", default, float)
+        elif kind == "linear" and factor != 1:
+            scaling = {"rope_type": kind, "factor": factor}
         if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1
             if kind == "yarn":
                 raise ValueError(f"{FREQUENCY_FACTORS} beside YaRN is not supported")
             factors = self.stored[FREQUENCY_FACTORS][:] * scaling.get("factor", 1.0)
             scaling = {"rope_type": "frequency_factors", "factors": factors.tolist()}
-        if (attn_factor := self._number("rope.scaling.attn_factor", 1.0, kind=float)) != 1:
+        if (attn_factor := number("rope.scaling.attn_factor", 1.0, float)) != 1:
             scaling["attn_factor"] = attn_factor
         return scaling or None
 
 
+def with_values(tensor: GGUFTensor, values: Tensor) -> GGUFTensor:
+    """A tensor with other values than the file has, in float32."""
+    facts = dict(shape=tuple(values.shape), block_size=1, quantisation=type(tensor.quantisation).F32)
+    return replace(tensor, encoded=values.float().numpy().view(np.uint8), **facts)
+
+
 def joined_heads(keys: GGUFTensor, values: GGUFTensor | None) -> GGUFTensor:
     """
-    Of DeepSeek's attention, the matrix that makes both of each head, in floats: keys [heads, rank, size],
-    which are stored transposed, and values [heads, size, rank].
+    Of DeepSeek's attention, the matrix that makes both of each head: keys [heads, rank, size], which are
+    stored transposed, and values [heads, size, rank].
     """
     if values is None or len(keys.shape) != 3 or keys.shape[:2] != (values.shape[0], *values.shape[2:]):
         raise ValueError(f"{keys.file}: tensor {keys.name} does not fit the one of values")
-    both = keys[:].float().transpose(1, 2), values[:].float()
-    whole = torch.cat(both, dim=1).flatten(0, 1)
-    facts = dict(name=keys.name.replace("_k_b", "_kv_b"), shape=tuple(whole.shape), block_size=1)
-    float32 = type(keys.quantisation).F32
-    return replace(keys, quantisation=float32, encoded=whole.numpy().view(np.uint8), **facts)
+    both = torch.cat((keys[:].float().transpose(1, 2), values[:].float()), dim=1)
+    return replace(with_values(keys, both.flatten(0, 1)), name=keys.name.replace("_k_b", "_kv_b"))
 
 
-def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
+def in_halves(tensor: GGUFTensor, heads: int) -> GGUFTensor:
     """
-    Where each row of a query or key projection is stored. llama.cpp rotates neighbouring rows of a head
-    against each other and stores them so; here a head's first half is rotated against its second.
+    A query or key projection, or its bias. llama.cpp rotates neighbouring rows of a head against each other
+    and stores them so; here a head's first half is rotated against its second.
     """
-    if heads < 1 or rows % (2 * heads):
-        return None  # the shape is wrong, which is an error when the tensor is loaded
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        return tensor  # the shape is wrong, which is an error when the tensor is loaded
+    order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if len(tensor.shape) == 1:
+        return with_values(tensor, tensor[:][order])
+    return replace(tensor, order=order)

@@ -1,7 +1,11 @@
-"""Names in which files differ from a model, and tensors that no model needs."""
+"""Tensors that a model has under other names than a file, or that are made of those of a file.
+
+And tensors that no model needs.
+"""
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +14,21 @@ from torch import nn
 # Old versions of transformers saved the first two; here they follow from the configuration. The others are
 # for a KV cache of 8 bits.
 IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
+
+
+@dataclass
+class MadeTensor:
+    """A value in place of a tensor of a file; errors name the file."""
+
+    file: str
+    name: str
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.value[index]
 
 
 def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[str]) -> Iterator[Any]:

@@ -40,10 +40,9 @@ def open_checkpoint(
         checkpoint.config = checkpoint.config | config.hf_overrides
     hub.pop("revision", None)  # is the model's
     if lora is not None:
-        from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
+        from nanovllm.extensions.checkpoints.adapter import add_adapter
 
-        check_adaptable(checkpoint, lora)
-        checkpoint.changes += (open_adapter(lora, hub).merged,)
+        add_adapter(checkpoint, lora, hub)
     if tokenizer is not None and os.fspath(tokenizer) != config.model:
         try:
             checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer

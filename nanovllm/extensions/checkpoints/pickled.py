@@ -7,31 +7,18 @@ here: that nothing in the archive is compressed, so that no small file takes muc
 
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from nanovllm.extensions.checkpoints.names import MadeTensor
 from nanovllm.utils.validation import check
 
 NAMES = "pytorch_model.bin", "pytorch_model-*.bin"  # of one file, of several
 MAX_BYTES_OF_PICKLE = 2**26  # several times what the most tensors need
 
 
-@dataclass
-class PickledTensor:
-    file: str
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    stored: torch.Tensor
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.stored[index]
-
-
-def read_pickled(file: Path) -> Iterator[PickledTensor]:
+def read_pickled(file: Path) -> Iterator[MadeTensor]:
     """The tensors of a file. Raises ValueError naming it."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -51,4 +38,4 @@ def read_pickled(file: Path) -> Iterator[PickledTensor]:
     for name, tensor in found.items():
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.is_cpu
         check(isinstance(name, str) and is_plain, f"{file} must hold tensors by name", name)
-        yield PickledTensor(str(file), name, tensor.shape, tensor.dtype, tensor.detach())
+        yield MadeTensor(str(file), name, tensor.detach())

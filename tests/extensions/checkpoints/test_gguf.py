@@ -28,10 +28,9 @@ import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, get_model_class
 from nanovllm.config import Config
-from nanovllm.extensions.checkpoints.adapter import Adapted
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
-from nanovllm.extensions.checkpoints.names import with_names_of
+from nanovllm.extensions.checkpoints.names import MadeTensor, with_names_of
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised import gguf as quantised_gguf
 from nanovllm.extensions.quantised.gguf import PackedCodes
@@ -327,8 +326,7 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
     def change(tensors, _model, _known):
         for tensor in tensors:
             is_changed = tensor.name.endswith(f"experts.{number}.up_proj.weight")
-            facts = tensor.name, tensor.file, tensor.shape, tensor
-            yield Adapted(*facts, torch.ones(tensor.shape)) if is_changed else tensor
+            yield MadeTensor(tensor.file, tensor.name, tensor[...] + 1) if is_changed else tensor
 
     make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False, **FEW_TOKENS, moe_intermediate_size=128)
     checkpoint = open_checkpoint(write_gguf(tmp_path, "Q8_0"))
