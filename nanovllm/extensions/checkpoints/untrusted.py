@@ -26,9 +26,8 @@ DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch
 TEKKEN = "tekken.json"  # Mistral's own tokenizer
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {"tokenizer.json": 2**26, TEKKEN: 2**26, ".json": 2**24, ".jinja": 2**20}
-MAX_BYTES |= dict.fromkeys((".safetensors", ".bin"), math.inf)
-MAX_BYTES_OF_OTHERS = 2**28
-FOLDER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".spm", ".codes", ".tokenizer")
+MAX_BYTES |= dict.fromkeys((".txt", ".model", ".spm", ".codes", ".tokenizer"), 2**28)
+MAX_BYTES[".safetensors"] = math.inf
 OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
 TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
@@ -47,10 +46,8 @@ class CheckedFolder(FolderCheckpoint):
     def __init__(self, path: str, only_tokenizer: bool = False):
         folder = Path(path)
         for entry in [*folder.iterdir(), *folder.glob(f"{TEMPLATE_FOLDER}/*")]:
-            if entry.suffix in FOLDER_SUFFIXES:
+            if entry.suffix in MAX_BYTES or not leads_inside(folder, entry):
                 file_inside(folder, str(entry.relative_to(folder)))
-            elif entry.is_symlink() and not leads_inside(folder, entry):  # to a folder, perhaps
-                raise ValueError(f"{folder}: {entry.name!r} leads out of the folder")
         super().__init__(path)
         if only_tokenizer and not self.has_tokenizer():
             raise ValueError(f"{path} has none of {', '.join((*TOKENIZER_FILES, TEKKEN))}")
@@ -61,9 +58,9 @@ class CheckedFolder(FolderCheckpoint):
     def fields(self) -> dict[str, Any]:
         """Older versions of modelopt say in a file of their own how weights are quantised."""
         fields, file = super().fields(), self.folder / "hf_quant_config.json"
-        if fields.get("quantization_config") or not file.exists():
-            return fields
         said = read_json(file).get("quantization")
+        if fields.get("quantization_config") or said is None:
+            return fields
         check(isinstance(said, dict), f"{file}: quantization must be an object", said)
         named = {"quant_method": "modelopt", "ignore": said.get("exclude_modules")}
         return fields | {"quantization_config": said | named}
@@ -88,8 +85,8 @@ class CheckedFolder(FolderCheckpoint):
 
     def _pickled(self) -> list[Path]:
         """Files of torch.save: one, or else several."""
-        found = (sorted(self.folder.glob(name)) for name in pickled.NAMES)
-        return [self.file(file.name) for file in next(filter(None, found), [])]
+        one, several = (sorted(self.folder.glob(name)) for name in pickled.NAMES)
+        return [self.file(file.name) for file in one or several]
 
     def tensors(self) -> Iterator[Any]:
         files = [*self.shards()]
@@ -113,6 +110,7 @@ class CheckedFolder(FolderCheckpoint):
             if type(tokenizer).__name__.startswith("MistralCommon"):
                 tokenizer = self._read_fast()
         tokenizer = guarded(tokenizer, self.path)
+        tokenizer.clean_up_tokenization_spaces = False
         if tokenizer.chat_template is None:  # where models that read images have it
             tokenizer.chat_template = read_json(self.folder / "chat_template.json").get("chat_template")
         return tokenizer
@@ -121,9 +119,7 @@ class CheckedFolder(FolderCheckpoint):
         """tokenizer.json, although mistral-common is installed: its own tokenizers have no chat template."""
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
-        tokenizer.clean_up_tokenization_spaces = False
-        return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
 
     def _read_tekken(self) -> Any:
         """As transformers converts it, with mistral-common where a file does not list its special tokens."""
@@ -138,7 +134,6 @@ class CheckedFolder(FolderCheckpoint):
         bos = tokenizer.bos_token
         begin = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
         tokenizer.backend_tokenizer.post_processor = begin
-        tokenizer.clean_up_tokenization_spaces = False
         return tokenizer
 
     def _check_tokenizer_config(self) -> None:
@@ -173,7 +168,7 @@ def file_inside(folder: Path, name: str) -> Path:
         raise ValueError(f"{folder}: {name!r} leads out of the folder")
     if not regular:
         raise ValueError(f"{path} is missing, or is not a regular file")
-    limit = MAX_BYTES.get(path.name, MAX_BYTES.get(path.suffix, MAX_BYTES_OF_OTHERS))
+    limit = MAX_BYTES.get(path.name, MAX_BYTES.get(path.suffix, math.inf))
     if path.stat().st_size > limit:
         raise ValueError(f"{path} is larger than {limit} bytes")
     return path
@@ -182,10 +177,7 @@ def file_inside(folder: Path, name: str) -> Path:
 def leads_inside(folder: Path, path: Path) -> bool:
     """Whether a path, after following links, is in the folder. Raises OSError or RuntimeError for a cycle."""
     root = folder.resolve()
-    if path.resolve().is_relative_to(root):
-        return True
-    # The hub's cache has files in `blobs`, and beside that folder `snapshots`, with folders of links to them.
-    if not path.is_symlink() or root.parent.name != "snapshots":
-        return False
-    target = os.path.normpath(path.parent.resolve() / os.readlink(path))
-    return Path(target).parent == root.parent.parent / "blobs"
+    places = [root]
+    if root.parent.name == "snapshots":  # of the hub's cache, which has folders of links to its `blobs`
+        places.append(root.parents[1] / "blobs")
+    return any(path.resolve().is_relative_to(place) for place in places)
