@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm.checkpoints.folder import Checkpoint, read_json
 from nanovllm.extensions.checkpoints.hub import fetch
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.extensions.checkpoints.names import MadeTensor, tied_names
 from nanovllm.extensions.checkpoints.untrusted import file_inside
 from nanovllm.extensions.quantised.patterns import pattern
@@ -122,13 +123,10 @@ class Adapter:
 
     def _read(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
         """By the names of a checkpoint's tensors: those to take instead, and the factors of what to add."""
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
+        with library_errors(f"{self.file} is not a complete safetensors file"):
             stored = load_file(self.file)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.file} is not a complete safetensors file: {error}") from error
         whole: dict[str, Tensor] = {}
         factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in stored.items():

@@ -6,10 +6,10 @@ the file's bytes.
 
 import math
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,14 @@ from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, read_file
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+from nanovllm.extensions.checkpoints.library_errors import guarded, library_errors
 from nanovllm.extensions.checkpoints.sizes import checked_size
-from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 
 # In names of modules of which one tensor of a file holds all.
 NUMBER = re.compile(r"\.norms\.\d+|(?<=\.experts)\.\d+")
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 # They end a turn of a chat, whichever token the file calls the end of text.
-ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
+ENDS_OF_TURN = {"<|im_end|>", "<end_of_turn>"}
 # They do if they are control tokens: as text they may stand in any vocabulary.
 CONTROL_ENDS = (
     "<|eot_id|> <|eom_id|> <|endoftext|> <|end|> <|end_of_text|> <|return|> <|call|> <EOT> _<EOT>".split()
@@ -50,12 +50,10 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: str, models: Collection[Any]):
         super().__init__(path)
-        try:
+        if find_spec("gguf") is None:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]")
+        with library_errors(f"{path} is not a complete GGUF file"):
             self.metadata, self.stored = read_file(path)
-        except ImportError as error:
-            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
-        except (ValueError, TypeError, LookupError, ArithmeticError, struct.error) as error:
-            raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
         self.architecture = self.metadata.get("general.architecture")
         known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
@@ -70,10 +68,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
-        try:
+        with library_errors(self.path):
             return self._read_fields()
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
 
     def _read_fields(self) -> dict[str, Any]:
         embedding, number = self.stored.get("token_embd.weight"), self._number
@@ -116,7 +112,7 @@ class GGUFCheckpoint(Checkpoint):
         return checked_size(self, super().hf_config(), num_bytes)
 
     def tokenizer(self) -> Any:
-        with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
+        with library_errors(f"{self.path}: cannot build the tokenizer"):
             return guarded(tokenizer_from_gguf(self.metadata), self.path)
 
     def named_eos(self) -> list[Any]:
@@ -124,10 +120,9 @@ class GGUFCheckpoint(Checkpoint):
         given = (self.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
         tokens, types = (value if isinstance(value, list) else [] for value in given)
         kinds = dict.fromkeys(tokens, CONTROL) | dict(zip(tokens, types, strict=False))
-        ends = {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
+        ends = kinds.keys() & ENDS_OF_TURN | {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
         if {"<|return|>", "<|call|>"} <= ends:  # in OpenAI's format another message may follow
             ends.discard("<|end|>")
-        ends.update(end for end in ENDS_OF_TURN if end in kinds)
         return found + [tokens.index(end) for end in sorted(ends)]
 
     def tensors(self) -> Iterator[GGUFTensor]:

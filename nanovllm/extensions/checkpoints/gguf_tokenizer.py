@@ -129,14 +129,15 @@ def _sentencepiece_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) 
     """SentencePiece's BPE: neighbours merge into the token of highest score; unknown characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, scores = given["tokens"], given["scores"]
-    types = given.get("token_type", [NORMAL] * len(tokens))
+    tokens = given["tokens"]
     if sum(map(len, tokens)) > MAX_CHARACTERS:
         raise ValueError(f"its tokens have more than {MAX_CHARACTERS} characters")
-    merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
+    types = given.get("token_type", [NORMAL] * len(tokens))
+    scored = zip(given["scores"], tokens, types, strict=True)
     merges = [
         (token[:cut], token[cut:])
-        for token in (tokens[i] for i in sorted(merged, key=lambda i: -scores[i]))
+        for _, token, type_ in sorted(scored, key=lambda each: -each[0])
+        if type_ == NORMAL and len(token) <= LONGEST_MERGED
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]

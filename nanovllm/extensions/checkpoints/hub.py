@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.checkpoints.folder import INDEX, SafetensorsTensor, read_index
 from nanovllm.extensions.checkpoints import pickled
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.extensions.checkpoints.shapes import SHAPES
 from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 
@@ -131,7 +132,6 @@ def fetch(
     missing = f"{what} {name!r}: there is no such folder"
     if not HUB_ID.fullmatch(name) or name.endswith(".gguf"):
         raise ValueError(f"{missing}, and it is not a hub id ('owner/name'){others}")
-    try:
+    # Unknown, private or gated; no network and not in the cache; disk full.
+    with library_errors(f"{missing}, and the hub does not give it"):
         return snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=[*ignored], **options)
-    except Exception as error:  # unknown, private or gated; no network and not in the cache; disk full
-        raise ValueError(f"{missing}, and the hub does not give it: {error}") from error

@@ -20,11 +20,10 @@ def fill_with_random_values(model: nn.Module) -> None:
     Norms are 1, biases 0, matrices normal with deviation 0.02, the same every time for the same name.
     Quantised ones are made from such a matrix.
     """
-    generators: dict[torch.device, torch.Generator] = {}
 
     def make_normal(matrix: Tensor, name: str) -> Tensor:
-        generator = generators.setdefault(matrix.device, torch.Generator(matrix.device))
-        return matrix.normal_(0, 0.02, generator=generator.manual_seed(zlib.crc32(name.encode())))
+        generator = torch.Generator(matrix.device).manual_seed(zlib.crc32(name.encode()))
+        return matrix.normal_(0, 0.02, generator=generator)
 
     for name, param in model.named_parameters():
         if getattr(param, "weight_loader", default_weight_loader) is None:
@@ -45,14 +44,12 @@ def fill_with_random_values(model: nn.Module) -> None:
 
 def toy_tokenizer() -> Any:
     """Ids 0 to 255 are the bytes of UTF-8 and 256 ends a sequence; any other id decodes to nothing."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer = Tokenizer(models.BPE({char: byte for byte, char in bytes_to_unicode().items()}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    end = "<|end|>"
-    tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
-    names = {"eos_token": end, "pad_token": end, "chat_template": TOY_CHAT_TEMPLATE}
+    names = {"eos_token": "<|end|>", "pad_token": "<|end|>", "chat_template": TOY_CHAT_TEMPLATE}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

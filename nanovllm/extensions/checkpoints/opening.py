@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
@@ -44,10 +45,8 @@ def open_checkpoint(
 
         add_adapter(checkpoint, lora, hub)
     if tokenizer is not None and os.fspath(tokenizer) != config.model:
-        try:
+        with library_errors("tokenizer"):
             checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
-        except ValueError as error:
-            raise ValueError(f"tokenizer: {error}") from error
     return checkpoint
 
 
@@ -72,14 +71,13 @@ def _open(
             from nanovllm.extensions.checkpoints.hub import download
 
             path = download(name, not dummy and not only_tokenizer, **hub)
-    if os.path.isfile(path):
-        if load_format == "safetensors" or not path.lower().endswith(".gguf"):
-            raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
-        from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
+    if os.path.isdir(path):
+        if load_format == "gguf":
+            raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
+        return CheckedFolder(path, only_tokenizer)
+    if load_format == "safetensors" or not (os.path.isfile(path) and path.lower().endswith(".gguf")):
+        found = "is neither a folder nor a regular file that ends with .gguf"
+        raise ValueError(f"model {name!r} {found}, for load_format={load_format!r}")
+    from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, models)
-    if load_format == "gguf":
-        raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
-    if not os.path.isdir(path):
-        raise ValueError(f"model {name!r} is neither a folder nor a regular file")
-    return CheckedFolder(path, only_tokenizer)
+    return GGUFCheckpoint(path, models)

@@ -15,9 +15,9 @@ import torch
 from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, FolderCheckpoint, read_json
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints import pickled
+from nanovllm.extensions.checkpoints.library_errors import guarded, library_errors
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.extensions.checkpoints.sizes import checked_size
-from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
 from nanovllm.utils.validation import check
 
 # Of weights of fewer bits and what belongs to them.
@@ -104,7 +104,7 @@ class CheckedFolder(FolderCheckpoint):
         if not self.has_tokenizer():
             return None if self.fill is None else toy_tokenizer()
         self._check_tokenizer_config()
-        with tokenizer_errors(f"{self.path}: transformers cannot read the tokenizer"):
+        with library_errors(f"{self.path}: transformers cannot read the tokenizer"):
             read = super().tokenizer if super().has_tokenizer() else self._read_tekken
             tokenizer = read()
             if type(tokenizer).__name__.startswith("MistralCommon"):

@@ -1,4 +1,7 @@
-"""A stranger's tokenizer: it fails in no other way than a ValueError, and writes no endless texts."""
+"""What a stranger's files make of a library: it fails in no other way than a ValueError that names them.
+
+A tokenizer does so as long as it is used, and writes no endless texts.
+"""
 
 import contextlib
 import functools
@@ -9,14 +12,15 @@ MAX_TEXT = 2**26  # characters of a rendered chat
 
 
 @contextlib.contextmanager
-def tokenizer_errors(message: str) -> Iterator[None]:
-    """Turn any error that damaged files cause in a library into a ValueError beginning with this message."""
+def library_errors(message: str) -> Iterator[None]:
+    """Turn any error that files cause into a ValueError beginning with this message."""
     try:
         yield
     except BaseException as error:
         # A panic of Rust code is not an Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{message}: {error!r:.500}") from error
+            told = error if isinstance(error, ValueError | OSError) else repr(error)
+            raise ValueError(f"{message}: {told!s:.500}") from error
         raise
 
 
@@ -32,7 +36,7 @@ def guarded(tokenizer: Any, path: str) -> Any:
 
 
 def _call(tokenizer: Any, name: str, message: str, *args: Any, **options: Any) -> Any:
-    with tokenizer_errors(message):
+    with library_errors(message):
         return getattr(type(tokenizer), name)(tokenizer, *args, **options)
 
 
