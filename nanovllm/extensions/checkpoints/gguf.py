@@ -68,44 +68,41 @@ class GGUFCheckpoint(Checkpoint):
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
+        number, stored = self._number, self.stored
         with library_errors(self.path):
-            return self._read_fields()
-
-    def _read_fields(self) -> dict[str, Any]:
-        embedding, number = self.stored.get("token_embd.weight"), self._number
-        if embedding is None:
-            raise ValueError("it has no matrix token_embd.weight")
-        heads, hidden_size = number("attention.head_count"), number("embedding_length")
-        head_dim = number("attention.key_length", hidden_size // max(heads, 1))
-        eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
-        eps = number("attention.layer_norm_rms_epsilon", eps, float)
-        raw = {
-            "model_type": self.model.model_type,
-            "vocab_size": embedding.shape[0],
-            "hidden_size": hidden_size,
-            "intermediate_size": number("feed_forward_length"),
-            "num_hidden_layers": self._num_layers(),
-            "num_attention_heads": heads,
-            "num_key_value_heads": number("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "max_position_embeddings": number("context_length"),
-            **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
-            "rope_theta": number("rope.freq_base", 10000.0, float),
-            "rope_scaling": self._rope_scaling(),
-            "attention_bias": "blk.0.attn_q.bias" in self.stored,
-            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
-            "tie_word_embeddings": "output.weight" not in self.stored,
-            # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
-            "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
-            "quantization_config": self._quantisation() if self.fill is None else None,
-        }
-        own = self.model.read_gguf_fields(raw, number, self.stored)
-        others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
-        others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
-        for name, fields in others.items():
-            if number(name, head_dim) != head_dim and not fields & own.keys():
-                raise ValueError(f"{name} must be {head_dim} like the keys' length")
-        return raw | own
+            if (embedding := stored.get("token_embd.weight")) is None:
+                raise ValueError("it has no matrix token_embd.weight")
+            heads, hidden_size = number("attention.head_count"), number("embedding_length")
+            head_dim = number("attention.key_length", hidden_size // max(heads, 1))
+            eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
+            eps = number("attention.layer_norm_rms_epsilon", eps, float)
+            raw = {
+                "model_type": self.model.model_type,
+                "vocab_size": embedding.shape[0],
+                "hidden_size": hidden_size,
+                "intermediate_size": number("feed_forward_length"),
+                "num_hidden_layers": self._num_layers(),
+                "num_attention_heads": heads,
+                "num_key_value_heads": number("attention.head_count_kv", heads),
+                "head_dim": head_dim,
+                "max_position_embeddings": number("context_length"),
+                **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
+                "rope_theta": number("rope.freq_base", 10000.0, float),
+                "rope_scaling": self._rope_scaling(),
+                "attention_bias": "blk.0.attn_q.bias" in stored,
+                "mlp_bias": "blk.0.ffn_up.bias" in stored,
+                "tie_word_embeddings": "output.weight" not in stored,
+                # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
+                "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
+                "quantization_config": self._quantisation() if self.fill is None else None,
+            }
+            own = self.model.read_gguf_fields(raw, number, stored)
+            others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
+            others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
+            for name, fields in others.items():
+                if number(name, head_dim) != head_dim and not fields & own.keys():
+                    raise ValueError(f"{name} must be {head_dim} like the keys' length")
+            return raw | own
 
     def hf_config(self) -> ModelConfig:
         num_bytes = sum(tensor.encoded.nbytes for tensor in self.stored.values())

@@ -1,6 +1,7 @@
 """The bytes of a GGUF file: a header of keys and values, and tensors.
 
-Knows no model. The header is read with every length checked against the file. Tensors stay quantised in the
+Knows no model. The header is read with every length checked against the file, and counts and bytes are
+limited, so that no file costs more time or memory than that of a large model. Tensors stay quantised in the
 mapped file until they are sliced; gguf_blocks.py decodes the usual types, the `gguf` package the others.
 Source: the specification, docs/gguf.md of ggml.
 """
@@ -23,9 +24,9 @@ PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 # What a number's type, counted from 0, is called in `struct`. Type 8 is a text and type 9 an array.
 NUMBERS = "BbHhIif?!!Qqd"
 TEXT, ARRAY = 8, 9
-# Of a header; several times what the largest vocabularies need.
+# Of a list in a header, and of a header; several times what the largest vocabularies need.
 MAX_ITEMS = 2**21
-MAX_HEADER_BYTES = 2**28
+MAX_HEADER_BYTES = 2**26
 PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
@@ -101,7 +102,7 @@ class GGUFTensor:
 
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """The metadata and tensors of a file; if it is split, of all its parts, of which `path` is the first."""
-    metadata, tensors = Header(path).read()
+    metadata, tensors = read_part(path)
     count = metadata.get("split.count", 1)
     if count == 1:
         return metadata, tensors
@@ -112,7 +113,7 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         part = f"{name[1]}{number:05}{name[2]}"
         if not os.path.isfile(part):
             raise ValueError(f"of its {count} parts {part} is missing")
-        others, more = Header(part).read()
+        others, more = read_part(part)
         if others.get("split.no") != number - 1:
             raise ValueError(f"{part} is not its part {number}")
         tensors |= more
@@ -121,75 +122,68 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     return metadata, tensors
 
 
-class Header:
-    """
-    Reads metadata and the list of tensors. Reading past the end of the file raises, and the sum of all counts
-    is limited, so that no file costs more time or memory than that of a large model.
-    """
+def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """The metadata and tensors of one file. Raises ValueError, or whatever numbers that are none raise."""
+    import gguf
 
-    def __init__(self, path: str):
-        self.path, self.position, self.items_left = path, 0, MAX_ITEMS
-        with open(path, "rb") as file:
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    magic, version, tensor_count, key_count = _numbers(data, "<4sIQQ")
+    if magic != b"GGUF":
+        raise ValueError("it does not begin with 'GGUF'")
+    if version not in (2, 3):
+        raise ValueError(f"version {version} is not 2 or 3")
+    metadata, entries = {}, []
+    for _ in _counted(key_count):
+        key, [kind] = _text(data), _numbers(data, "<I")
+        metadata[key] = _value(data, kind)
+    for _ in _counted(tensor_count):
+        name, [dimensions] = _text(data), _numbers(data, "<I")
+        format = f"<{len(_counted(dimensions))}QIQ"
+        *shape, kind, offset = _numbers(data, format)  # the shape begins with columns
+        entries.append((offset, name, tuple(shape[::-1]), gguf.GGMLQuantizationType(kind)))
+    alignment = metadata.get("general.alignment", 32)
+    begin = free = -(-data.tell() // alignment) * alignment
+    tensors = {}
+    for offset, name, shape, quantisation in sorted(entries):
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+        if shape[-1] % block_size:
+            raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
+        row_bytes = shape[-1] // block_size * block_bytes
+        start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
+        if start < free or name in tensors:
+            raise ValueError(f"tensor {name!r} overlaps another or comes twice")
+        free = start + size
+        if free > len(data):
+            raise ValueError(f"tensor {name!r} ends after the end of the file")
+        encoded = np.frombuffer(data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
+        tensors[name] = GGUFTensor(path, name, shape, quantisation, block_size, encoded)
+    return metadata, tensors
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        import gguf
 
-        magic, version, tensor_count, key_count = self._numbers("4sIQQ")
-        if magic != b"GGUF":
-            raise ValueError("it does not begin with 'GGUF'")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not 2 or 3")
-        metadata, entries = {}, []
-        for _ in self._counted(key_count):
-            key, [kind] = self._text(), self._numbers("I")
-            metadata[key] = self._value(kind)
-        for _ in self._counted(tensor_count):
-            name, [dimensions] = self._text(), self._numbers("I")
-            self._counted(dimensions)
-            *shape, kind, offset = self._numbers(f"{dimensions}QIQ")  # the shape begins with columns
-            entries.append((offset, name, tuple(shape[::-1]), gguf.GGMLQuantizationType(kind)))
-        alignment = metadata.get("general.alignment", 32)
-        begin = free = -(-self.position // alignment) * alignment
-        tensors = {}
-        for offset, name, shape, quantisation in sorted(entries):
-            block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
-            if shape[-1] % block_size:
-                raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
-            row_bytes = shape[-1] // block_size * block_bytes
-            start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
-            if start < free or name in tensors:
-                raise ValueError(f"tensor {name!r} overlaps another or comes twice")
-            if start + size > len(self.data):
-                raise ValueError(f"tensor {name!r} ends after the end of the file")
-            free = start + size
-            encoded = np.frombuffer(self.data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
-            tensors[name] = GGUFTensor(self.path, name, shape, quantisation, block_size, encoded)
-        return metadata, tensors
+def _counted(count: int) -> range:
+    if count > MAX_ITEMS:
+        raise ValueError(f"its header announces more than {MAX_ITEMS} items")
+    return range(count)
 
-    def _counted(self, count: int) -> range:
-        self.items_left -= count
-        if self.items_left < 0:
-            raise ValueError(f"its header announces more than {MAX_ITEMS} items")
-        return range(count)
 
-    def _numbers(self, codes: str) -> tuple:
-        values = struct.unpack_from(f"<{codes}", self.data, self.position)
-        self.position += struct.calcsize(f"<{codes}")
-        return values
+def _numbers(data: mmap.mmap, format: str) -> tuple:
+    """The next numbers, in this format of `struct`."""
+    return struct.unpack(format, data.read(struct.calcsize(format)))
 
-    def _text(self) -> str:
-        [length] = self._numbers("Q")
-        start, self.position = self.position, self.position + length
-        if self.position > min(len(self.data), MAX_HEADER_BYTES):
-            raise ValueError("a text runs past the end of the file or of any reasonable header")
-        return self.data[start : self.position].decode()
 
-    def _value(self, kind: int) -> Any:
-        if kind == TEXT:
-            return self._text()
-        if kind != ARRAY:
-            return self._numbers(NUMBERS[kind])[0]
-        kind, count = self._numbers("IQ")
-        items = self._counted(count)
-        return [self._text() for _ in items] if kind == TEXT else [*self._numbers(f"{count}{NUMBERS[kind]}")]
+def _text(data: mmap.mmap) -> str:
+    [length] = _numbers(data, "<Q")
+    if data.tell() + length > min(len(data), MAX_HEADER_BYTES):
+        raise ValueError("a text runs past the end of the file or of any reasonable header")
+    return data.read(length).decode()
+
+
+def _value(data: mmap.mmap, kind: int) -> Any:
+    if kind == TEXT:
+        return _text(data)
+    if kind != ARRAY:
+        return _numbers(data, f"<{NUMBERS[kind]}")[0]
+    kind, count = _numbers(data, "<IQ")
+    items = _counted(count)
+    return [_text(data) for _ in items] if kind == TEXT else [*_numbers(data, f"<{count}{NUMBERS[kind]}")]

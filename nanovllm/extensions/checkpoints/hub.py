@@ -101,11 +101,9 @@ def _list_gguf(name: str, options: dict[str, Any]) -> dict[str, list[str]]:
     try:
         listed = HfApi().list_repo_files(hub_id, **known)
     except Exception as error:  # unknown, private or gated; or no network
-        try:
+        missing = f"model {name!r}: there is no such file"
+        with library_errors(f"{missing}, and the hub does not tell its files: {error}"):
             folder = Path(snapshot_download(hub_id, local_files_only=True, **options))
-        except Exception:
-            problem = f"there is no such file, and the hub does not tell its files: {error}"
-            raise ValueError(f"model {name!r}: {problem}") from error
         listed = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     files: dict[str, list[str]] = {}
     for file in sorted(listed):

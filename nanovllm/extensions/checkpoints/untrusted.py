@@ -74,7 +74,8 @@ class CheckedFolder(FolderCheckpoint):
         """Raises ValueError if there are no weights that can be read."""
         stored = super().shards().items()
         shards = {file: listed for file, listed in stored if listed or not file.match(OTHER_COPY)}
-        shards = shards or dict.fromkeys(self._pickled(), [])
+        for name in pickled.NAMES:
+            shards = shards or {self.file(file.name): [] for file in sorted(self.folder.glob(name))}
         if not shards:
             suffixes = (".bin", ".pt", ".pth", ".safetensors")
             unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
@@ -83,16 +84,11 @@ class CheckedFolder(FolderCheckpoint):
             raise ValueError(f"{self.path} has no safetensors file{only}; only {names} are read")
         return shards
 
-    def _pickled(self) -> list[Path]:
-        """Files of torch.save: one, or else several."""
-        one, several = (sorted(self.folder.glob(name)) for name in pickled.NAMES)
-        return [self.file(file.name) for file in one or several]
-
     def tensors(self) -> Iterator[Any]:
         files = [*self.shards()]
-        if files != self._pickled():
-            return super().tensors()
-        return chain.from_iterable(map(pickled.read_pickled, files))
+        if any(map(files[0].match, pickled.NAMES)):
+            return chain.from_iterable(map(pickled.read_pickled, files))
+        return super().tensors()
 
     def file(self, name: str) -> Path:
         return file_inside(self.folder, name)
@@ -103,23 +99,20 @@ class CheckedFolder(FolderCheckpoint):
     def tokenizer(self) -> Any:
         if not self.has_tokenizer():
             return None if self.fill is None else toy_tokenizer()
+        from transformers import PreTrainedTokenizerFast
+
         self._check_tokenizer_config()
         with library_errors(f"{self.path}: transformers cannot read the tokenizer"):
             read = super().tokenizer if super().has_tokenizer() else self._read_tekken
             tokenizer = read()
             if type(tokenizer).__name__.startswith("MistralCommon"):
-                tokenizer = self._read_fast()
+                # Where mistral-common is installed: its own tokenizers have no chat template.
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
         tokenizer = guarded(tokenizer, self.path)
         tokenizer.clean_up_tokenization_spaces = False
         if tokenizer.chat_template is None:  # where models that read images have it
             tokenizer.chat_template = read_json(self.folder / "chat_template.json").get("chat_template")
         return tokenizer
-
-    def _read_fast(self) -> Any:
-        """tokenizer.json, although mistral-common is installed: its own tokenizers have no chat template."""
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
 
     def _read_tekken(self) -> Any:
         """As transformers converts it, with mistral-common where a file does not list its special tokens."""
