@@ -100,44 +100,43 @@ class Adapter:
         The tensors of a checkpoint, by the model's names, with the adapter in those that it changes. Raises
         ValueError, also for a part of the adapter that no tensor has taken.
         """
-        shared = tied_names(model).values()
-        whole, factors = self._read()
+        shared, parts = tied_names(model).values(), self._read()
         for tensor in tensors:
-            name = tensor.name
-            if name in shared and (name in whole or name in factors):
-                source = f"{self.file}: what it has for {name}"
-                raise ValueError(f"{source} cannot be merged: embedding and LM head share this tensor")
-            if name in whole:
-                saved = whole.pop(name)
+            found = parts.pop(tensor.name, {})
+            if found and tensor.name in shared:
+                raise ValueError(
+                    f"{self.file}: what it has for {tensor.name} cannot be merged: embedding and LM head "
+                    "share this tensor"
+                )
+            if (saved := found.pop("whole", None)) is not None:
                 if getattr(tensor, "is_transposed", False):  # by transformers
                     saved = saved.t()
-                tensor = MadeTensor(str(self.file), name, saved)
-            if name in factors:
+                tensor = MadeTensor(str(self.file), tensor.name, saved)
+            if found:
                 # Only now, as names of the model, which are short, can be matched with any pattern.
-                update = self._update(tensor, factors.pop(name))
-                tensor = MadeTensor(tensor.file, name, update.add_(tensor[...]))
+                update = self._update(tensor, found)
+                tensor = MadeTensor(tensor.file, tensor.name, update.add_(tensor[...]))
             yield tensor
-        if left := [*whole, *factors]:
+        if left := [*parts]:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ValueError(f"{self.file}: the model has no tensor to merge with {names}")
 
-    def _read(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """By the names of a checkpoint's tensors: those to take instead, and the factors of what to add."""
+    def _read(self) -> dict[str, dict[str, Tensor]]:
+        """By names of a checkpoint's tensors: what to take instead ("whole"), the factors of what to add."""
         from safetensors.torch import load_file
 
         with library_errors(f"{self.file} is not a complete safetensors file"):
             stored = load_file(self.file)
-        whole: dict[str, Tensor] = {}
-        factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        parts = defaultdict(dict)
         for key, tensor in stored.items():
             name = key.removeprefix(PREFIX)
             if found := FACTOR.fullmatch(name):
-                factors[f"{found[1]}.weight"][found[2]] = tensor
+                parts[f"{found[1]}.weight"][found[2]] = tensor
             elif "lora_" in name:
                 raise ValueError(f"{self.file}: tensor {key} is of a kind that is not supported")
             else:
-                whole[name.replace(".base_layer.", ".")] = tensor
-        return whole, factors
+                parts[name.replace(".base_layer.", ".")]["whole"] = tensor
+        return parts
 
     def _update(self, tensor: Any, factors: dict[str, Tensor]) -> Tensor:
         """What is added to a matrix: scale * b @ a, with a [rank, in] and b [out, rank], or its transpose."""
@@ -151,12 +150,15 @@ class Adapter:
         check(are_numbers, f"{self.config_file}: {module} must have two numbers", (rank, alpha))
         a, b = (factors[kind].float() for kind in kinds)
         if [a.shape[:-1], b.shape[1:]] != [(rank,), (rank,)]:
-            found = f"{tuple(a.shape)} and {tuple(b.shape)}"
-            raise ValueError(f"{self.file}: {module} has factors of shapes {found}, expected rank {rank}")
+            raise ValueError(
+                f"{self.file}: {module} has factors of shapes {tuple(a.shape)} and {tuple(b.shape)}, "
+                f"expected rank {rank}"
+            )
         if "embedding_A" in kinds:
             a, b = b.t(), a.t()
         shape, expected = (b.shape[0], a.shape[1]), tuple(tensor.shape)
         if shape != expected:
-            source = f"{self.file}: what it has for {tensor.name}"
-            raise ValueError(f"{source} has shape {shape}, expected {expected}")
+            raise ValueError(
+                f"{self.file}: what it has for {tensor.name} has shape {shape}, expected {expected}"
+            )
         return b @ a * (alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))

@@ -33,7 +33,6 @@ CONTROL_ENDS = (
     "<|eot_id|> <|eom_id|> <|endoftext|> <|end|> <|end_of_text|> <|return|> <|call|> <EOT> _<EOT>".split()
 )
 FREQUENCY_FACTORS = "rope_freqs.weight"
-ROPE_TENSORS = FREQUENCY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"
 # Behind "ARCHITECTURE.rope." in names of keys.
 ROPE_KEYS = """
     dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor scaling.attn_factor
@@ -57,8 +56,9 @@ class GGUFCheckpoint(Checkpoint):
         self.architecture = self.metadata.get("general.architecture")
         known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
-            names = ", ".join(known)
-            raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
+            raise ValueError(
+                f"{path}: architecture {self.architecture!r} is not known; known ones: {', '.join(known)}"
+            )
         self.model = known[self.architecture]
         self.changes = (self.placed,)
 
@@ -124,13 +124,14 @@ class GGUFCheckpoint(Checkpoint):
 
     def tensors(self) -> Iterator[GGUFTensor]:
         """By llama.cpp's names, see `placed`."""
-        heads, model = self._number("attention.head_count"), self.model
-        rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
-        unused = range(self._num_layers(), self._number("block_count"))
+        number, model = self._number, self.model
+        heads = number("attention.head_count")
+        rotated = {"attn_q": heads, "attn_k": number("attention.head_count_kv", heads)}
+        unused = range(self._num_layers(), number("block_count"))
         for name, tensor in self.stored.items():
             block, part = BLOCK.match(name), name.split(".")[-2:][0]
             is_unused = block and int(block[1]) in unused
-            if is_unused or name in ROPE_TENSORS or part == "attn_v_b":
+            if is_unused or name.startswith("rope_") or part == "attn_v_b":
                 continue
             if part == "attn_k_b":
                 tensor = joined_heads(tensor, self.stored.get(name.replace("_k_b", "_v_b")))
@@ -182,9 +183,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _quantisation(self) -> dict[str, Any]:
         """Of the layers' matrices in all."""
-        matrices = [
-            each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) > 1
-        ]
+        layers = (tensor for name, tensor in self.stored.items() if name.startswith("blk."))
+        matrices = [tensor for tensor in layers if len(tensor.shape) > 1]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         num_bytes = sum(matrix.encoded.nbytes for matrix in matrices)
         experts = {each.quantisation.name for each in matrices if each.name.endswith("_exps.weight")}
@@ -212,7 +212,7 @@ class GGUFCheckpoint(Checkpoint):
             value = number(f"rope.scaling.{name}", 1.0, float)
             if value != 1 and not math.isclose(value, own, rel_tol=1e-5):
                 raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
-        scaling: dict[str, Any] = {}
+        scaling = {}
         if kind == "yarn":
             trained = number("rope.scaling.original_context_length", number("context_length"))
             scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}

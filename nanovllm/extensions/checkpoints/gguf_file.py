@@ -129,10 +129,8 @@ def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     with open(path, "rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     magic, version, tensor_count, key_count = _numbers(data, "<4sIQQ")
-    if magic != b"GGUF":
-        raise ValueError("it does not begin with 'GGUF'")
-    if version not in (2, 3):
-        raise ValueError(f"version {version} is not 2 or 3")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
     metadata, entries = {}, []
     for _ in _counted(key_count):
         key, [kind] = _text(data), _numbers(data, "<I")

@@ -72,9 +72,10 @@ def read_headers(name: str) -> list[SafetensorsTensor]:
 def _refuse_gguf_alone(name: str, options: dict[str, Any]) -> None:
     """Of a repository without safetensors."""
     if files := _list_gguf(name, options):
-        named = f"it has GGUF files; name one, as in {name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}"
-        listed = ", ".join(files)
-        raise ValueError(f"model {name!r} has no safetensors file on the hub, but {named}: {listed}")
+        raise ValueError(
+            f"model {name!r} has no safetensors file on the hub, but it has GGUF files; name one, as in "
+            f"{name + ':Q4_K_M'!r} or {name + '/' + min(files)!r}: {', '.join(files)}"
+        )
 
 
 def _download_gguf(name: str, options: dict[str, Any]) -> str:
@@ -105,7 +106,7 @@ def _list_gguf(name: str, options: dict[str, Any]) -> dict[str, list[str]]:
         with library_errors(f"{missing}, and the hub does not tell its files: {error}"):
             folder = Path(snapshot_download(hub_id, local_files_only=True, **options))
         listed = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-    files: dict[str, list[str]] = {}
+    files = {}
     for file in sorted(listed):
         # An "mmproj" is what makes embeddings of images.
         if file.lower().endswith(".gguf") and "mmproj" not in file and ".." not in file:

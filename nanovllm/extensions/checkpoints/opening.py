@@ -27,38 +27,37 @@ def open_checkpoint(
     """
     hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
     hub = {name: value for name, value in hub.items() if value is not None}
-    load_format, lora, tokenizer = config.load_format, config.lora, config.tokenizer
-    checkpoint = _open(config.model, load_format, hub, models)
+    checkpoint = _open(config.model, config.load_format, hub, models)
     checkpoint.read_config = read_config
     if isinstance(checkpoint, CheckedFolder):
         open_text_part(checkpoint)
     checkpoint.changes += (with_names_of,)
-    if load_format == "dummy":
+    if config.load_format == "dummy":
         checkpoint.fill = fill_with_random_values
     if config.hf_overrides:
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
         checkpoint.config = checkpoint.config | config.hf_overrides
     hub.pop("revision", None)  # is the model's
-    if lora is not None:
+    if config.lora is not None:
         from nanovllm.extensions.checkpoints.adapter import add_adapter
 
-        add_adapter(checkpoint, lora, hub)
-    if tokenizer is not None and os.fspath(tokenizer) != config.model:
+        add_adapter(checkpoint, config.lora, hub)
+    if config.tokenizer not in (None, config.model):
+        name = os.fspath(config.tokenizer)
         with library_errors("tokenizer"):
-            checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
+            checkpoint.tokenizer = _open(name, "auto", hub, models, only_tokenizer=True).tokenizer
     return checkpoint
 
 
 def _open(
-    model: str | os.PathLike,
+    name: str,
     load_format: str,
     hub: dict[str, Any],
     models: Collection[Any],
     only_tokenizer: bool = False,
 ) -> Checkpoint:
     dummy = load_format == "dummy"
-    name = os.fspath(model)
     path = os.path.abspath(os.path.expanduser(name))
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:

@@ -110,10 +110,9 @@ def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensor
     """Raises ValueError for a tensor that is missing, has no place, or has another shape or dtype."""
     stored = Checkpoint(checkpoint.path)
     stored.tensors = [each for each in tensors if not each.name.endswith(UNREADABLE)].copy
-    changes = [*checkpoint.changes]
-    names_first = isinstance(checkpoint, gguf.GGUFCheckpoint)
-    changes.insert(names_first, lambda tensors, *_: map(unread, tensors))
-    stored.changes = changes
+    stored.changes = [*checkpoint.changes]
+    first = isinstance(checkpoint, gguf.GGUFCheckpoint)  # behind what names a file's tensors
+    stored.changes.insert(first, lambda tensors, *_: map(unread, tensors))
     for matrix in matrices_of(model):
         matrix.library = None  # it packs values
         for name in UNREADABLE:
@@ -142,17 +141,17 @@ def measure(model: nn.Module, config: Config) -> tuple[str, int, float]:
 
 
 def main() -> int:
-    text, command = __doc__.partition("\n\n")[0], "python -m nanovllm.extensions.checkpoints.support"
-    parser = argparse.ArgumentParser(command, description=text)
+    command = "python -m nanovllm.extensions.checkpoints.support"
+    parser = argparse.ArgumentParser(command, description=__doc__.partition("\n\n")[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as in LLM(MODEL)")
-    refused = 0
+    status = 0
     for name in parser.parse_args().models:
         try:
             lines = describe(name)
         except (ValueError, OSError, ImportError) as error:
-            refused, lines = 1, [f"refused: {error}"]
+            status, lines = 1, [f"refused: {error}"]
         print(name, *lines, sep="\n  ")
-    return refused
+    return status
 
 
 if __name__ == "__main__":

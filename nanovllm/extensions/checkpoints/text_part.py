@@ -25,7 +25,7 @@ GEMMA3 = {
 }
 # By the `model_type` in `text_config`: the class and the `model_type` of such a model alone, and fields that
 # files leave out.
-TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+TEXTS = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text", {}),
     "ministral3": ("Ministral3ForCausalLM", "ministral3", {}),
@@ -65,10 +65,8 @@ def open_text_part(checkpoint: Any) -> None:
     if whole is None:
         return
     checkpoint.config = text_fields(checkpoint.source, config, WHOLES[whole])
-    message = f"{checkpoint.path}: of a {whole} the text part is read, and no images"
-    warnings.warn(message, stacklevel=2)
-    hidden_size = checkpoint.config.get("hidden_size")
-    change = functools.partial(text_tensors, hidden_size=hidden_size)
+    warnings.warn(f"{checkpoint.path}: of a {whole} the text part is read, and no images", stacklevel=2)
+    change = functools.partial(text_tensors, hidden_size=checkpoint.config.get("hidden_size"))
     checkpoint.changes = (change, *checkpoint.changes)
 
 

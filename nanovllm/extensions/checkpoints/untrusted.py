@@ -80,8 +80,10 @@ class CheckedFolder(FolderCheckpoint):
             suffixes = (".bin", ".pt", ".pth", ".safetensors")
             unread = sorted(file.name for file in self.folder.iterdir() if file.suffix in suffixes)
             only = f" (only {', '.join(unread[:3])})" if unread else ""
-            names = "safetensors, GGUF and pytorch_model*.bin"
-            raise ValueError(f"{self.path} has no safetensors file{only}; only {names} are read")
+            raise ValueError(
+                f"{self.path} has no safetensors file{only}; only safetensors, GGUF and pytorch_model*.bin "
+                "are read"
+            )
         return shards
 
     def tensors(self) -> Iterator[Any]:
@@ -101,8 +103,8 @@ class CheckedFolder(FolderCheckpoint):
             return None if self.fill is None else toy_tokenizer()
         from transformers import PreTrainedTokenizerFast
 
-        self._check_tokenizer_config()
         with library_errors(f"{self.path}: transformers cannot read the tokenizer"):
+            self._check_tokenizer_config()
             read = super().tokenizer if super().has_tokenizer() else self._read_tekken
             tokenizer = read()
             if type(tokenizer).__name__.startswith("MistralCommon"):
@@ -134,16 +136,14 @@ class CheckedFolder(FolderCheckpoint):
         file = self.folder / "tokenizer_config.json"
         settings = read_json(file)
         for name in (self.config.get("tokenizer_class"), settings.get("tokenizer_class")):
-            if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
+            if name is not None and not TOKENIZER_CLASS.fullmatch(str(name)):
                 raise ValueError(f"{self.path}: tokenizer_class cannot be {name!r:.100}")
         for key, value in settings.items():
             # Many have the path of a special_tokens_map_file on the author's machine. It is never opened.
             names_file = key in FILE_SETTINGS or (key.endswith("_file") and key != "special_tokens_map_file")
             if names_file and value is not None:
                 raise ValueError(f"{file}: {key} cannot be {value!r:.100}; files have fixed names")
-        versions = settings.get("fast_tokenizer_files", [])
-        versions = versions if isinstance(versions, list) else [versions]
-        stored = [file_inside(self.folder, name) for name in versions]
+        stored = [file_inside(self.folder, name) for name in settings.get("fast_tokenizer_files", [])]
         for file in (self.folder / "tokenizer.json", *stored):
             if file.exists() and VOCAB_IS_TEXT.search(file.read_bytes()):
                 raise ValueError(f"{file}: the vocabulary cannot be the name of a file")
