@@ -29,8 +29,7 @@ PREFIX = "base_model.model."  # PEFT's wrappers around the model
 FACTOR = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?")
 PLAIN_NAME = re.compile(r"[\w.]+")
 MAX_PATTERNS = 64
-# What these fields may say; the first is what they say where they are missing. Other initialisations change
-# the matrices themselves when training begins.
+# What these fields may say. Other initialisations change the matrices themselves when training begins.
 ALLOWED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -38,12 +37,11 @@ ALLOWED = {
 }
 # Fields that are read here, that matter only to training, or that layers know better (fan_in_fan_out). Any
 # other that is set changes what the adapter does.
-KNOWN_FIELDS = set(
-    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out bias init_lora_weights "
-    "auto_mapping base_model_name_or_path revision inference_mode task_type peft_version lora_dropout "
-    "target_modules exclude_modules modules_to_save layers_to_transform layers_pattern loftq_config "
-    "eva_config megatron_config megatron_core qalora_group_size".split()
-)
+KNOWN_FIELDS = """
+    r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out auto_mapping base_model_name_or_path
+    revision inference_mode task_type peft_version lora_dropout target_modules exclude_modules modules_to_save
+    layers_to_transform layers_pattern loftq_config eva_config megatron_config megatron_core qalora_group_size
+""".split()
 
 
 def add_adapter(checkpoint: Checkpoint, name: str | os.PathLike, hub: dict[str, Any]) -> None:
@@ -74,11 +72,12 @@ class Adapter:
             raise ValueError(f"{folder} has no {WEIGHTS_FILE}: adapters are read from safetensors only")
         self.file = file_inside(folder, WEIGHTS_FILE)
         self.config = read_json(self.config_file)
-        for field, allowed in ALLOWED.items():
-            names, value = [*map(shown, allowed)], self.config.get(field, allowed[0])
-            check(shown(value) in names, f"{self.config_file}: {field} must be {' or '.join(names)}", value)
         for field, value in self.config.items():
-            if value and field not in KNOWN_FIELDS:
+            if field in ALLOWED:
+                names = [*map(shown, ALLOWED[field])]
+                rule = f"{self.config_file}: {field} must be {' or '.join(names)}"
+                check(shown(value) in names, rule, value)
+            elif value and field not in KNOWN_FIELDS:
                 raise ValueError(f"{self.config_file}: {field}={shown(value)} is not supported")
         self.ranks = self._read_pattern("rank_pattern", "r")
         self.alphas = self._read_pattern("alpha_pattern", "lora_alpha")

@@ -241,9 +241,8 @@ def joined_heads(keys: GGUFTensor, values: GGUFTensor | None) -> GGUFTensor:
     Of DeepSeek's attention, the matrix that makes both of each head: keys [heads, rank, size], which are
     stored transposed, and values [heads, size, rank].
     """
-    if values is None or len(keys.shape) != 3 or keys.shape[:2] != (values.shape[0], *values.shape[2:]):
-        raise ValueError(f"{keys.file}: tensor {keys.name} does not fit the one of values")
-    both = torch.cat((keys[:].float().transpose(1, 2), values[:].float()), dim=1)
+    with library_errors(f"{keys.file}: tensor {keys.name} does not fit the one of values"):
+        both = torch.cat((keys[:].float().transpose(1, 2), values[:].float()), dim=1)
     return replace(with_values(keys, both.flatten(0, 1)), name=keys.name.replace("_k_b", "_kv_b"))
 
 

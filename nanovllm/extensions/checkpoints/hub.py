@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.checkpoints.folder import INDEX, SafetensorsTensor, read_index
 from nanovllm.extensions.checkpoints import pickled
 from nanovllm.extensions.checkpoints.library_errors import library_errors
-from nanovllm.extensions.checkpoints.shapes import SHAPES
+from nanovllm.extensions.checkpoints.made_up import SHAPES
 from nanovllm.extensions.checkpoints.untrusted import OTHER_COPY, file_inside
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -30,22 +30,22 @@ def guarded(tokenizer: Any, path: str) -> Any:
         return None
     messages = {"encode": f"the tokenizer of {path!r}", "decode": f"{path}: the tokenizer cannot decode"}
     for name, message in messages.items():
-        setattr(tokenizer, name, functools.partial(_call, tokenizer, name, message))
-    tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer)
+        setattr(tokenizer, name, functools.partial(_call, getattr(tokenizer, name), message))
+    tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer.apply_chat_template)
     return tokenizer
 
 
-def _call(tokenizer: Any, name: str, message: str, *args: Any, **options: Any) -> Any:
+def _call(method: Any, message: str, *args: Any, **options: Any) -> Any:
     with library_errors(message):
-        return getattr(type(tokenizer), name)(tokenizer, *args, **options)
+        return method(*args, **options)
 
 
-def _render_chat(tokenizer: Any, *args: Any, **options: Any) -> Any:
+def _render_chat(method: Any, *args: Any, **options: Any) -> Any:
     """
     The chat template is somebody else's program; jinja2's sandbox, in which it runs, gives it no access to
     Python or to files. Raises any exception that it causes.
     """
-    text = type(tokenizer).apply_chat_template(tokenizer, *args, **options)
+    text = method(*args, **options)
     if len(text) > MAX_TEXT:
         raise ValueError(f"it makes a text of {len(text)} characters; at most {MAX_TEXT} are tokenized")
     return text

@@ -8,9 +8,8 @@ from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.extensions.checkpoints.library_errors import library_errors
-from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
+from nanovllm.extensions.checkpoints.made_up import SHAPES, ShapeCheckpoint, fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
-from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 

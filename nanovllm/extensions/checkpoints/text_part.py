@@ -110,14 +110,16 @@ def _text_names(value: Any) -> Any:
     """Lists of layers that are not quantised, by the names that they have in the text part."""
     if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return value
-    names = (
-        PREFIX_IN_PATTERN.sub("model", name) if name.startswith("re:") else text_name(name) for name in value
-    )
-    return [name for name in names if name is not None]
+    return [own for name in value if (own := text_name(name)) is not None]
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's or a layer's name in the text part; None if it belongs to what reads images."""
+    """
+    The name that a tensor or a layer, or a pattern for names, has in the text part; None if it belongs to
+    what reads images.
+    """
+    if name.startswith("re:"):
+        return PREFIX_IN_PATTERN.sub("model", name)
     for prefix, own in PREFIXES.items():
         if name.startswith(prefix):
             return name.replace(prefix, own, 1)

@@ -151,12 +151,10 @@ class CheckedFolder(FolderCheckpoint):
 
 def file_inside(folder: Path, name: str) -> Path:
     """The file of this name. Raises ValueError unless it is regular, in the folder, and not too large."""
-    try:
+    # It may be no text, too long, or lead to itself.
+    with library_errors(f"{folder}: cannot open {name!r}"):
         path = folder / name
         inside, regular = leads_inside(folder, path), path.is_file()
-    # No text, a name too long, a zero byte, a cycle of links.
-    except (TypeError, OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{folder}: cannot open {name!r}: {error}") from error
     if not inside:
         raise ValueError(f"{folder}: {name!r} leads out of the folder")
     if not regular:
