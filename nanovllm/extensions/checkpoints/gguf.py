@@ -21,7 +21,7 @@ from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, read_file
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from nanovllm.extensions.checkpoints.library_errors import guarded, library_errors
-from nanovllm.extensions.checkpoints.sizes import checked_size
+from nanovllm.extensions.checkpoints.untrusted import checked_size
 
 # In names of modules of which one tensor of a file holds all.
 NUMBER = re.compile(r"\.norms\.\d+|(?<=\.experts)\.\d+")
@@ -72,7 +72,8 @@ class GGUFCheckpoint(Checkpoint):
         with library_errors(self.path):
             if (embedding := stored.get("token_embd.weight")) is None:
                 raise ValueError("it has no matrix token_embd.weight")
-            heads, hidden_size = number("attention.head_count"), number("embedding_length")
+            heads = number("attention.head_count")
+            hidden_size = number("embedding_length")
             head_dim = number("attention.key_length", hidden_size // max(heads, 1))
             eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
             eps = number("attention.layer_norm_rms_epsilon", eps, float)
@@ -113,11 +114,16 @@ class GGUFCheckpoint(Checkpoint):
             return guarded(tokenizer_from_gguf(self.metadata), self.path)
 
     def named_eos(self) -> list[Any]:
-        found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        given = (self.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-        tokens, types = (value if isinstance(value, list) else [] for value in given)
-        kinds = dict.fromkeys(tokens, CONTROL) | dict(zip(tokens, types, strict=False))
-        ends = kinds.keys() & ENDS_OF_TURN | {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
+        given = self.metadata.get
+        found = [given(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        tokens, types = given("tokenizer.ggml.tokens"), given("tokenizer.ggml.token_type")
+        if not isinstance(tokens, list):
+            return found
+        kinds = dict.fromkeys(tokens, CONTROL)
+        if isinstance(types, list):
+            kinds |= zip(tokens, types, strict=False)
+        ends = {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
+        ends |= kinds.keys() & ENDS_OF_TURN
         if {"<|return|>", "<|call|>"} <= ends:  # in OpenAI's format another message may follow
             ends.discard("<|end|>")
         return found + [tokens.index(end) for end in sorted(ends)]
@@ -129,7 +135,8 @@ class GGUFCheckpoint(Checkpoint):
         rotated = {"attn_q": heads, "attn_k": number("attention.head_count_kv", heads)}
         unused = range(self._num_layers(), number("block_count"))
         for name, tensor in self.stored.items():
-            block, part = BLOCK.match(name), name.split(".")[-2:][0]
+            block = BLOCK.match(name)
+            part = name.split(".")[-2:][0]
             is_unused = block and int(block[1]) in unused
             if is_unused or name.startswith("rope_") or part == "attn_v_b":
                 continue
@@ -154,7 +161,8 @@ class GGUFCheckpoint(Checkpoint):
 
         [code] = [code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture]
         names = gguf.get_tensor_name_map(code, self._num_layers())
-        places, device = defaultdict(list), next(model.parameters()).device
+        device = next(model.parameters()).device
+        places = defaultdict(list)
         for name in known:
             plain = NUMBER.sub("", name).removesuffix("_bias")  # e_score_correction_bias
             places[names.get_name(plain, (".weight", ".bias"))].append(name)
@@ -197,7 +205,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
-        prefix, number = f"{self.architecture}.rope.", self._number
+        number = self._number
+        prefix = f"{self.architecture}.rope."
         known = [prefix + key for key in (*ROPE_KEYS, *self.model.gguf_rope_keys)]
         for key in self.metadata:
             if key.startswith(prefix) and key not in known:
@@ -232,8 +241,13 @@ class GGUFCheckpoint(Checkpoint):
 
 def with_values(tensor: GGUFTensor, values: Tensor) -> GGUFTensor:
     """A tensor with other values than the file has, in float32."""
-    facts = dict(shape=tuple(values.shape), block_size=1, quantisation=type(tensor.quantisation).F32)
-    return replace(tensor, encoded=values.float().numpy().view(np.uint8), **facts)
+    return replace(
+        tensor,
+        shape=tuple(values.shape),
+        quantisation=type(tensor.quantisation).F32,
+        block_size=1,
+        encoded=values.float().numpy().view(np.uint8),
+    )
 
 
 def joined_heads(keys: GGUFTensor, values: GGUFTensor | None) -> GGUFTensor:

@@ -83,7 +83,8 @@ class GGUFTensor:
         start, stop, _ = columns.indices(self.shape[1])
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         size = encoded.shape[1] // max(self.shape[1] // self.block_size, 1)
-        first, last = start // self.block_size, -(-stop // self.block_size)
+        first = start // self.block_size
+        last = -(-stop // self.block_size)
         skipped = first * self.block_size
         return encoded[:, first * size : last * size], slice(start - skipped, stop - skipped)
 
@@ -131,10 +132,11 @@ def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     magic, version, tensor_count, key_count = _numbers(data, "<4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
-    metadata, entries = {}, []
+    metadata = {}
     for _ in _counted(key_count):
         key, [kind] = _text(data), _numbers(data, "<I")
         metadata[key] = _value(data, kind)
+    entries = []
     for _ in _counted(tensor_count):
         name, [dimensions] = _text(data), _numbers(data, "<I")
         format = f"<{len(_counted(dimensions))}QIQ"
@@ -148,7 +150,8 @@ def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if shape[-1] % block_size:
             raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
         row_bytes = shape[-1] // block_size * block_bytes
-        start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
+        start = begin + offset
+        size = math.prod(shape[:-1]) * row_bytes
         if start < free or name in tensors:
             raise ValueError(f"tensor {name!r} overlaps another or comes twice")
         free = start + size

@@ -108,5 +108,4 @@ class ShapeCheckpoint(Checkpoint):
             **OTHERS.get(self.path, {}),
         }
 
-    def tokenizer(self) -> Any:
-        return toy_tokenizer()
+    tokenizer = staticmethod(toy_tokenizer)

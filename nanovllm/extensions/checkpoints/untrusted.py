@@ -1,5 +1,8 @@
 """Checks of folders that somebody else has written: no name leads out of them, no file is too large to read,
 and no tokenizer is anything else, or fails in other ways than a ValueError.
+
+And, of any checkpoint: its model is not larger than its files. A small file could otherwise make us allocate
+any amount of memory.
 """
 
 import math
@@ -12,12 +15,11 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, FolderCheckpoint, read_json
+from nanovllm.checkpoints.folder import DTYPES, TOKENIZER_FILES, Checkpoint, FolderCheckpoint, read_json
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints import pickled
 from nanovllm.extensions.checkpoints.library_errors import guarded, library_errors
 from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
-from nanovllm.extensions.checkpoints.sizes import checked_size
 from nanovllm.utils.validation import check
 
 # Of weights of fewer bits and what belongs to them.
@@ -28,8 +30,8 @@ TEKKEN = "tekken.json"  # Mistral's own tokenizer
 MAX_BYTES = {"tokenizer.json": 2**26, TEKKEN: 2**26, ".json": 2**24, ".jinja": 2**20}
 MAX_BYTES |= dict.fromkeys((".txt", ".model", ".spm", ".codes", ".tokenizer"), 2**28)
 MAX_BYTES[".safetensors"] = math.inf
+LEAST_BYTES = 2**24  # of weights; smaller models do no harm
 OTHER_COPY = "consolidated*.safetensors"  # of Mistral's weights, by names of its own
-TEMPLATE_FOLDER = "additional_chat_templates"
 # transformers takes any of its classes by name. Those that are no tokenizers may read pickles, or ask the
 # user whether to run code from the folder.
 TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+(Tokenizer|TokenizerFast|Backend)")
@@ -45,7 +47,7 @@ class CheckedFolder(FolderCheckpoint):
 
     def __init__(self, path: str, only_tokenizer: bool = False):
         folder = Path(path)
-        for entry in [*folder.iterdir(), *folder.glob(f"{TEMPLATE_FOLDER}/*")]:
+        for entry in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
             if entry.suffix in MAX_BYTES or not leads_inside(folder, entry):
                 file_inside(folder, str(entry.relative_to(folder)))
         super().__init__(path)
@@ -172,3 +174,27 @@ def leads_inside(folder: Path, path: Path) -> bool:
     if root.parent.name == "snapshots":  # of the hub's cache, which has folders of links to its `blobs`
         places.append(root.parents[1] / "blobs")
     return any(path.resolve().is_relative_to(place) for place in places)
+
+
+def checked_size(checkpoint: Checkpoint, config: ModelConfig, stored_bytes: int) -> ModelConfig:
+    """The configuration. Raises ValueError if it is of a model that its files are too small for."""
+    if checkpoint.fill is None and least_bits(config) > 8 * max(stored_bytes, LEAST_BYTES):
+        raise ValueError(f"{checkpoint.source} describes a larger model than its files can hold")
+    return config
+
+
+def least_bits(config: ModelConfig) -> int:
+    """Of all matrices, in the smallest format that they may have."""
+    heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
+    # Rows of a layer's matrices that have `hidden_size` columns, or the other way round.
+    layer_width = heads * config.head_dim + 3 * config.intermediate_size
+    widths, experts = config.num_hidden_layers * layer_width, config.experts
+    if experts:
+        num_sparse = sum(map(experts.replaces_mlp, range(config.num_hidden_layers)))
+        sparse_width = experts.num_experts * experts.moe_intermediate_size
+        widths += num_sparse * 3 * (sparse_width - config.intermediate_size)
+    bits = 8
+    if format := config.quantization_config:
+        # GGUF's smallest types take between one and two bits a weight.
+        bits = 1 if format.get("quant_method") == "gguf" else 4
+    return bits * config.hidden_size * (config.vocab_size + widths)
