@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups, decode_groups, decode_values
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -95,10 +96,8 @@ class GGUFTensor:
             return decode_values(encoded, self.quantisation.name, self.device)
         from gguf.quants import dequantize
 
-        try:
+        with library_errors(f"quantisation {self.quantisation.name} is not supported"):
             return torch.from_numpy(dequantize(np.ascontiguousarray(encoded), self.quantisation))
-        except NotImplementedError as error:
-            raise ValueError(f"quantisation {self.quantisation.name} is not supported") from error
 
 
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:

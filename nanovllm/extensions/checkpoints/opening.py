@@ -24,9 +24,9 @@ def open_checkpoint(
     folder or a hub id. `models` are those that GGUF files may hold. Raises ValueError that says what was
     looked for.
     """
-    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    hub = {name: value for name, value in hub.items() if value is not None}
-    checkpoint = _open(config.model, config.load_format, hub, models)
+    downloads = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
+    downloads = {name: value for name, value in downloads.items() if value is not None}
+    checkpoint = _open(config.model, config.load_format, downloads, models)
     checkpoint.read_config = read_config
     if isinstance(checkpoint, CheckedFolder):
         open_text_part(checkpoint)
@@ -37,22 +37,22 @@ def open_checkpoint(
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
         checkpoint.config = checkpoint.config | config.hf_overrides
-    hub.pop("revision", None)  # is the model's
+    downloads.pop("revision", None)  # is the model's
     if config.lora is not None:
         from nanovllm.extensions.checkpoints.adapter import add_adapter
 
-        add_adapter(checkpoint, config.lora, hub)
+        add_adapter(checkpoint, config.lora, downloads)
     if config.tokenizer not in (None, config.model):
         name = os.fspath(config.tokenizer)
         with library_errors("tokenizer"):
-            checkpoint.tokenizer = _open(name, "auto", hub, models, only_tokenizer=True).tokenizer
+            checkpoint.tokenizer = _open(name, "auto", downloads, models, only_tokenizer=True).tokenizer
     return checkpoint
 
 
 def _open(
     name: str,
     load_format: str,
-    hub: dict[str, Any],
+    downloads: dict[str, Any],
     models: Collection[Any],
     only_tokenizer: bool = False,
 ) -> Checkpoint:
@@ -68,7 +68,7 @@ def _open(
         else:
             from nanovllm.extensions.checkpoints.hub import download
 
-            path = download(name, not dummy and not only_tokenizer, **hub)
+            path = download(name, not dummy and not only_tokenizer, **downloads)
     if os.path.isdir(path):
         if load_format == "gguf":
             raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
