@@ -133,11 +133,13 @@ def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
     metadata = {}
     for _ in _counted(key_count):
-        key, [kind] = _text(data), _numbers(data, "<I")
+        key = _text(data)
+        [kind] = _numbers(data, "<I")
         metadata[key] = _value(data, kind)
     entries = []
     for _ in _counted(tensor_count):
-        name, [dimensions] = _text(data), _numbers(data, "<I")
+        name = _text(data)
+        [dimensions] = _numbers(data, "<I")
         format = f"<{len(_counted(dimensions))}QIQ"
         *shape, kind, offset = _numbers(data, format)  # the shape begins with columns
         entries.append((offset, name, tuple(shape[::-1]), gguf.GGMLQuantizationType(kind)))
