@@ -20,8 +20,7 @@ from transformers import CONFIG_MAPPING
 from nanovllm import LLM, SamplingParams, assembly
 from nanovllm.assembly import get_model_class
 from nanovllm.distributed.group import Group, use_group
-from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
-from nanovllm.extensions.checkpoints.shapes import SHAPES
+from nanovllm.extensions.checkpoints.made_up import SHAPES, toy_tokenizer
 from nanovllm.utils.loader import default_weight_loader, load_model
 from tiny_checkpoints import ARCHITECTURES, EXACT, load_reference, make_checkpoint
 

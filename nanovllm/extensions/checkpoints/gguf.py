@@ -6,34 +6,33 @@ the file's bytes.
 
 import math
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor, read_file
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
-from nanovllm.extensions.checkpoints.sizes import checked_size
-from nanovllm.extensions.checkpoints.tokenizer_errors import guarded, tokenizer_errors
+from nanovllm.extensions.checkpoints.library_errors import guarded, library_errors
+from nanovllm.extensions.checkpoints.untrusted import checked_size
 
 # In names of modules of which one tensor of a file holds all.
 NUMBER = re.compile(r"\.norms\.\d+|(?<=\.experts)\.\d+")
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 # They end a turn of a chat, whichever token the file calls the end of text.
-ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>")
+ENDS_OF_TURN = {"<|im_end|>", "<end_of_turn>"}
 # They do if they are control tokens: as text they may stand in any vocabulary.
 CONTROL_ENDS = (
     "<|eot_id|> <|eom_id|> <|endoftext|> <|end|> <|end_of_text|> <|return|> <|call|> <EOT> _<EOT>".split()
 )
 FREQUENCY_FACTORS = "rope_freqs.weight"
-ROPE_TENSORS = FREQUENCY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"
 # Behind "ARCHITECTURE.rope." in names of keys.
 ROPE_KEYS = """
     dimension_count freq_base freq_base_swa scale_linear scaling.type scaling.factor scaling.attn_factor
@@ -45,25 +44,21 @@ ROPE_KEYS = """
 class GGUFCheckpoint(Checkpoint):
     """
     `metadata` are the header's keys and values; `stored` are the tensors by llama.cpp's names. `models` are
-    the classes of those that can be read, and `codes` the architectures that the gguf package knows.
+    the classes of those that can be read.
     """
 
     def __init__(self, path: str, models: Collection[Any]):
         super().__init__(path)
-        try:
-            import gguf
-
-            self.metadata, self.stored, self.num_bytes = read_file(path)
-        except ImportError as error:
-            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]") from error
-        except (ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
-            raise ValueError(f"{path} is not a complete GGUF file: {error}") from error
+        if find_spec("gguf") is None:
+            raise ImportError("GGUF files need the gguf package: pip install nano-vllm[demo]")
+        with library_errors(f"{path} is not a complete GGUF file"):
+            self.metadata, self.stored = read_file(path)
         self.architecture = self.metadata.get("general.architecture")
-        self.codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
-        known = {model.gguf_name: model for model in models if model.gguf_name in self.codes}
+        known = {model.gguf_name: model for model in models}
         if self.architecture not in [*known]:  # which may be no text
-            names = ", ".join(known)
-            raise ValueError(f"{path}: architecture {self.architecture!r} is not known; known ones: {names}")
+            raise ValueError(
+                f"{path}: architecture {self.architecture!r} is not known; known ones: {', '.join(known)}"
+            )
         self.model = known[self.architecture]
         self.changes = (self.placed,)
 
@@ -73,87 +68,87 @@ class GGUFCheckpoint(Checkpoint):
 
     def fields(self) -> dict[str, Any]:
         """As in a config.json."""
-        try:
-            return self._read_fields()
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
-
-    def _read_fields(self) -> dict[str, Any]:
-        embedding = self.stored.get("token_embd.weight")
-        if embedding is None or len(embedding.shape) != 2:
-            raise ValueError("it has no matrix token_embd.weight")
-        heads, hidden_size = self._number("attention.head_count"), self._number("embedding_length")
-        head_dim = self._number("attention.key_length", hidden_size // max(heads, 1))
-        eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
-        eps = self._number("attention.layer_norm_rms_epsilon", eps, kind=float)
-        raw = {
-            "model_type": self.model.model_type,
-            "vocab_size": embedding.shape[0],
-            "hidden_size": hidden_size,
-            "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._num_layers(),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "max_position_embeddings": self._number("context_length"),
-            **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
-            "rope_theta": self._number("rope.freq_base", 10000.0, kind=float),
-            "rope_scaling": self._rope_scaling(),
-            "attention_bias": "blk.0.attn_q.bias" in self.stored,
-            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
-            "tie_word_embeddings": "output.weight" not in self.stored,
-            # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
-            "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
-            "quantization_config": self._quantisation() if self.fill is None else None,
-        }
-        own = self.model.read_gguf_fields(raw, self._number, self.stored)
-        others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
-        others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
-        for name, fields in others.items():
-            if self._number(name, head_dim) != head_dim and not fields & own.keys():
-                raise ValueError(f"{name} must be {head_dim} like the keys' length")
-        return raw | own
+        number, stored = self._number, self.stored
+        with library_errors(self.path):
+            if (embedding := stored.get("token_embd.weight")) is None:
+                raise ValueError("it has no matrix token_embd.weight")
+            heads = number("attention.head_count")
+            hidden_size = number("embedding_length")
+            head_dim = number("attention.key_length", hidden_size // max(heads, 1))
+            eps = self.metadata.get(f"{self.architecture}.attention.layer_norm_epsilon")
+            eps = number("attention.layer_norm_rms_epsilon", eps, float)
+            raw = {
+                "model_type": self.model.model_type,
+                "vocab_size": embedding.shape[0],
+                "hidden_size": hidden_size,
+                "intermediate_size": number("feed_forward_length"),
+                "num_hidden_layers": self._num_layers(),
+                "num_attention_heads": heads,
+                "num_key_value_heads": number("attention.head_count_kv", heads),
+                "head_dim": head_dim,
+                "max_position_embeddings": number("context_length"),
+                **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
+                "rope_theta": number("rope.freq_base", 10000.0, float),
+                "rope_scaling": self._rope_scaling(),
+                "attention_bias": "blk.0.attn_q.bias" in stored,
+                "mlp_bias": "blk.0.ffn_up.bias" in stored,
+                "tie_word_embeddings": "output.weight" not in stored,
+                # F16 is what converters write, also for models trained in bfloat16, whose range is larger.
+                "dtype": None if embedding.dtype == torch.float16 else embedding.dtype,
+                "quantization_config": self._quantisation() if self.fill is None else None,
+            }
+            own = self.model.read_gguf_fields(raw, number, stored)
+            others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
+            others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
+            for name, fields in others.items():
+                if number(name, head_dim) != head_dim and not fields & own.keys():
+                    raise ValueError(f"{name} must be {head_dim} like the keys' length")
+            return raw | own
 
     def hf_config(self) -> ModelConfig:
-        return checked_size(self, super().hf_config(), self.num_bytes)
+        num_bytes = sum(tensor.encoded.nbytes for tensor in self.stored.values())
+        return checked_size(self, super().hf_config(), num_bytes)
 
     def tokenizer(self) -> Any:
-        with tokenizer_errors(f"{self.path}: cannot build the tokenizer"):
+        with library_errors(f"{self.path}: cannot build the tokenizer"):
             return guarded(tokenizer_from_gguf(self.metadata), self.path)
 
     def named_eos(self) -> list[Any]:
-        found = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        given = (self.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-        tokens, types = (value if isinstance(value, list) else [] for value in given)
-        kinds = dict.fromkeys(tokens, CONTROL) | dict(zip(tokens, types, strict=False))
+        given = self.metadata.get
+        found = [given(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        tokens, types = given("tokenizer.ggml.tokens"), given("tokenizer.ggml.token_type")
+        if not isinstance(tokens, list):
+            return found
+        kinds = dict.fromkeys(tokens, CONTROL)
+        if isinstance(types, list):
+            kinds |= zip(tokens, types, strict=False)
         ends = {end for end in CONTROL_ENDS if kinds.get(end) == CONTROL}
+        ends |= kinds.keys() & ENDS_OF_TURN
         if {"<|return|>", "<|call|>"} <= ends:  # in OpenAI's format another message may follow
             ends.discard("<|end|>")
-        ends.update(end for end in ENDS_OF_TURN if end in kinds)
         return found + [tokens.index(end) for end in sorted(ends)]
 
     def tensors(self) -> Iterator[GGUFTensor]:
         """By llama.cpp's names, see `placed`."""
-        heads = self._number("attention.head_count")
-        rotated = {"attn_q": heads, "attn_k": self._number("attention.head_count_kv", heads)}
-        model = self.model
-        unused = range(self._num_layers(), self._number("block_count"))
+        number, model = self._number, self.model
+        heads = number("attention.head_count")
+        rotated = {"attn_q": heads, "attn_k": number("attention.head_count_kv", heads)}
+        unused = range(self._num_layers(), number("block_count"))
         for name, tensor in self.stored.items():
             block = BLOCK.match(name)
-            if name in ROPE_TENSORS or (block and int(block[1]) in unused):
+            part = name.split(".")[-2:][0]
+            is_unused = block and int(block[1]) in unused
+            if is_unused or name.startswith("rope_") or part == "attn_v_b":
                 continue
-            module = name.rpartition(".")[0]
-            part, order = module.rpartition(".")[2], None
             if part == "attn_k_b":
-                tensor = joined_heads(tensor, self.stored.get(name.replace("attn_k_b", "attn_v_b")))
-            elif part == "attn_v_b":
-                continue
+                tensor = joined_heads(tensor, self.stored.get(name.replace("_k_b", "_v_b")))
             elif part == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:  # a row
                 tensor = replace(tensor, shape=(1, *tensor.shape), encoded=tensor.encoded[None])
-            if model.gguf_rotates_neighbours and part in rotated:
-                order = _rotary_order(tensor.shape[0], rotated[part])
-            added = model.gguf_added_to_norms if module.endswith("norm") else 0.0
-            yield replace(tensor, order=order, added=added)
+            elif model.gguf_rotates_neighbours and part in rotated:
+                tensor = in_halves(tensor, rotated[part])
+            elif model.gguf_added_to_norms and part.endswith("norm"):
+                tensor = with_values(tensor, tensor[:].float() - model.gguf_added_to_norms)
+            yield tensor
 
     def placed(
         self, tensors: Iterable[GGUFTensor], model: nn.Module, known: Collection[str]
@@ -164,16 +159,19 @@ class GGUFCheckpoint(Checkpoint):
         """
         import gguf
 
-        names = gguf.get_tensor_name_map(self.codes[self.architecture], self._num_layers())
-        places, device = defaultdict(list), next(model.parameters()).device
+        [code] = [code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture]
+        names = gguf.get_tensor_name_map(code, self._num_layers())
+        device = next(model.parameters()).device
+        places = defaultdict(list)
         for name in known:
             plain = NUMBER.sub("", name).removesuffix("_bias")  # e_score_correction_bias
             places[names.get_name(plain, (".weight", ".bias"))].append(name)
         for tensor in tensors:
             name = tensor.name
             found = places.get(name) or places.get(name.rpartition(".")[0], [name])
-            is_stacked = NUMBER.search(found[0]) and len(tensor.shape) > 1
-            parts = [*tensor.matrices()] if is_stacked else [tensor]
+            parts = [tensor]
+            if NUMBER.search(found[0]) and len(tensor.shape) > 1:  # stacked
+                parts = [replace(tensor, shape=tensor.shape[1:], encoded=each) for each in tensor.encoded]
             if len(parts) != len(found):
                 raise ValueError(f"{tensor.file}: tensor {name} holds {len(parts)}, not {len(found)}")
             for part, place in zip(parts, found, strict=True):
@@ -193,68 +191,84 @@ class GGUFCheckpoint(Checkpoint):
 
     def _quantisation(self) -> dict[str, Any]:
         """Of the layers' matrices in all."""
-        matrices = [
-            each for each in self.stored.values() if each.name.startswith("blk.") and len(each.shape) > 1
-        ]
+        layers = (tensor for name, tensor in self.stored.items() if name.startswith("blk."))
+        matrices = [tensor for tensor in layers if len(tensor.shape) > 1]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
-        bits = 8 * sum(matrix.encoded.nbytes for matrix in matrices) / max(num_weights, 1)
+        num_bytes = sum(matrix.encoded.nbytes for matrix in matrices)
         experts = {each.quantisation.name for each in matrices if each.name.endswith("_exps.weight")}
-        found = {"quant_method": "gguf", "num_weights": num_weights, "bits_per_weight": bits}
-        return found | {"has_mxfp4_experts": experts == {"MXFP4"}}
+        return {
+            "quant_method": "gguf",
+            "num_weights": num_weights,
+            "bits_per_weight": 8 * num_bytes / max(num_weights, 1),
+            "has_mxfp4_experts": experts == {"MXFP4"},
+        }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As llama.cpp reads it: "linear" where only a factor is given, and 0 is no factor."""
-        prefix, known = f"{self.architecture}.rope.", [*ROPE_KEYS, *self.model.gguf_rope_keys]
+        number = self._number
+        prefix = f"{self.architecture}.rope."
+        known = [prefix + key for key in (*ROPE_KEYS, *self.model.gguf_rope_keys)]
         for key in self.metadata:
-            if key.startswith(prefix) and key.removeprefix(prefix) not in known:
+            if key.startswith(prefix) and key not in known:
                 raise ValueError(f"{key} is not supported")
-        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
+        kind = self.metadata.get(f"{prefix}scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise ValueError(f"rope.scaling.type {kind!r} is not known; known: linear, yarn")
-        older = self._number("rope.scale_linear", 0.0, kind=float)
-        factor = self._number("rope.scaling.factor", older, kind=float) or 1.0
+        older = number("rope.scale_linear", 0.0, float)
+        factor = number("rope.scaling.factor", older, float) or 1.0
         # Written by converters, not read by llama.cpp. The second may say what follows from the factor.
         for name, own in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 0.1 * math.log(abs(factor)) + 1)):
-            value = self._number(f"rope.scaling.{name}", 1.0, kind=float)
+            value = number(f"rope.scaling.{name}", 1.0, float)
             if value != 1 and not math.isclose(value, own, rel_tol=1e-5):
                 raise ValueError(f"rope.scaling.{name} = {value} is not supported, only 1")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+        scaling = {}
         if kind == "yarn":
-            original = self._number("rope.scaling.original_context_length", self._number("context_length"))
-            scaling["original_max_position_embeddings"] = original
+            trained = number("rope.scaling.original_context_length", number("context_length"))
+            scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
             for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-                scaling[name] = self._number(f"rope.scaling.yarn_{name}", default, kind=float)
-        elif kind == "none" or factor == 1:
-            scaling = {}
+                scaling[name] = number(f"rope.scaling.yarn_{name}", default, float)
+        elif kind == "linear" and factor != 1:
+            scaling = {"rope_type": kind, "factor": factor}
         if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1
             if kind == "yarn":
                 raise ValueError(f"{FREQUENCY_FACTORS} beside YaRN is not supported")
             factors = self.stored[FREQUENCY_FACTORS][:] * scaling.get("factor", 1.0)
             scaling = {"rope_type": "frequency_factors", "factors": factors.tolist()}
-        if (attn_factor := self._number("rope.scaling.attn_factor", 1.0, kind=float)) != 1:
+        if (attn_factor := number("rope.scaling.attn_factor", 1.0, float)) != 1:
             scaling["attn_factor"] = attn_factor
         return scaling or None
 
 
+def with_values(tensor: GGUFTensor, values: Tensor) -> GGUFTensor:
+    """A tensor with other values than the file has, in float32."""
+    return replace(
+        tensor,
+        shape=tuple(values.shape),
+        quantisation=type(tensor.quantisation).F32,
+        block_size=1,
+        encoded=values.float().numpy().view(np.uint8),
+    )
+
+
 def joined_heads(keys: GGUFTensor, values: GGUFTensor | None) -> GGUFTensor:
     """
-    Of DeepSeek's attention, the matrix that makes both of each head, in floats: keys [heads, rank, size],
-    which are stored transposed, and values [heads, size, rank].
+    Of DeepSeek's attention, the matrix that makes both of each head: keys [heads, rank, size], which are
+    stored transposed, and values [heads, size, rank].
     """
-    if values is None or len(keys.shape) != 3 or keys.shape[:2] != (values.shape[0], *values.shape[2:]):
-        raise ValueError(f"{keys.file}: tensor {keys.name} does not fit the one of values")
-    both = keys[:].float().transpose(1, 2), values[:].float()
-    whole = torch.cat(both, dim=1).flatten(0, 1)
-    facts = dict(name=keys.name.replace("_k_b", "_kv_b"), shape=tuple(whole.shape), block_size=1)
-    float32 = type(keys.quantisation).F32
-    return replace(keys, quantisation=float32, encoded=whole.numpy().view(np.uint8), **facts)
+    with library_errors(f"{keys.file}: tensor {keys.name} does not fit the one of values"):
+        both = torch.cat((keys[:].float().transpose(1, 2), values[:].float()), dim=1)
+    return replace(with_values(keys, both.flatten(0, 1)), name=keys.name.replace("_k_b", "_kv_b"))
 
 
-def _rotary_order(rows: int, heads: int) -> np.ndarray | None:
+def in_halves(tensor: GGUFTensor, heads: int) -> GGUFTensor:
     """
-    Where each row of a query or key projection is stored. llama.cpp rotates neighbouring rows of a head
-    against each other and stores them so; here a head's first half is rotated against its second.
+    A query or key projection, or its bias. llama.cpp rotates neighbouring rows of a head against each other
+    and stores them so; here a head's first half is rotated against its second.
     """
-    if heads < 1 or rows % (2 * heads):
-        return None  # the shape is wrong, which is an error when the tensor is loaded
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        return tensor  # the shape is wrong, which is an error when the tensor is loaded
+    order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if len(tensor.shape) == 1:
+        return with_values(tensor, tensor[:][order])
+    return replace(tensor, order=order)

@@ -1,6 +1,7 @@
 """The bytes of a GGUF file: a header of keys and values, and tensors.
 
-Knows no model. The header is read with every length checked against the file. Tensors stay quantised in the
+Knows no model. The header is read with every length checked against the file, and counts and bytes are
+limited, so that no file costs more time or memory than that of a large model. Tensors stay quantised in the
 mapped file until they are sliced; gguf_blocks.py decodes the usual types, the `gguf` package the others.
 Source: the specification, docs/gguf.md of ggml.
 """
@@ -17,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups, decode_groups, decode_values
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-# Number of the type in the file -> its code in `struct` and numpy.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-# Of a header; several times what the largest vocabularies need.
+# What a number's type, counted from 0, is called in `struct`. Type 8 is a text and type 9 an array.
+NUMBERS = "BbHhIif?!!Qqd"
+TEXT, ARRAY = 8, 9
+# Of a list in a header, and of a header; several times what the largest vocabularies need.
 MAX_ITEMS = 2**21
-MAX_HEADER_BYTES = 2**28
+MAX_HEADER_BYTES = 2**26
+PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass
@@ -41,8 +44,7 @@ class GGUFTensor:
     quantisation: Any  # a gguf.GGMLQuantizationType
     block_size: int  # values that are quantised together
     encoded: np.ndarray  # uint8 [..., bytes of a row]
-    order: np.ndarray | None = None  # where each row is stored
-    added: float = 0.0  # what the converter added to the values of a vector
+    order: np.ndarray | None = None  # where each row of a matrix is stored
     device: torch.device = torch.device("cpu")
 
     @property
@@ -52,27 +54,17 @@ class GGUFTensor:
 
     def __getitem__(self, index: slice | tuple[slice, slice]) -> torch.Tensor:
         if len(self.shape) != 2:
-            whole = self._decode(self.encoded)
-            if self.added:  # exact where the sum was made in float32
-                whole = whole.float() - self.added
-            return (whole if self.order is None else whole[self.order])[index]
+            return self._decode(self.encoded)[index]
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         encoded, part = self._touched(rows, columns)
         if not len(encoded):  # the last of many ranks may have no row of a small vocabulary
-            return torch.empty(0, part.stop - part.start, device=self.device)
-        return self._decode(encoded).to(self.device)[:, part]
+            return torch.empty(0, part.stop - part.start)
+        return self._decode(encoded)[:, part]
 
-    def matrices(self) -> Iterator["GGUFTensor"]:
-        """Those that lie one behind the other in a tensor of three dimensions."""
-        shape = self.shape[1:]
-        return (replace(self, shape=shape, encoded=encoded) for encoded in self.encoded)
-
-    @staticmethod
-    def joined(parts: Iterable[tuple["GGUFTensor", slice]]) -> "GGUFTensor":
-        """These rows of matrices of one type, one below the other."""
-        tensors, rows = zip(*parts, strict=True)
-        encoded = np.concatenate([tensor.encoded[its] for tensor, its in zip(tensors, rows, strict=True)])
-        return replace(tensors[0], shape=(len(encoded), tensors[0].shape[1]), encoded=encoded)
+    def joined(self, parts: Iterable[tuple["GGUFTensor", slice]]) -> "GGUFTensor":
+        """These rows of matrices of its type, one below the other."""
+        encoded = np.concatenate([tensor.encoded[rows] for tensor, rows in parts])
+        return replace(self, shape=(len(encoded), self.shape[1]), encoded=encoded)
 
     def groups(self, rows: slice, columns: slice) -> Iterator[Groups]:
         """
@@ -92,7 +84,8 @@ class GGUFTensor:
         start, stop, _ = columns.indices(self.shape[1])
         encoded = self.encoded[rows if self.order is None else self.order[rows]]
         size = encoded.shape[1] // max(self.shape[1] // self.block_size, 1)
-        first, last = start // self.block_size, -(-stop // self.block_size)
+        first = start // self.block_size
+        last = -(-stop // self.block_size)
         skipped = first * self.block_size
         return encoded[:, first * size : last * size], slice(start - skipped, stop - skipped)
 
@@ -103,117 +96,96 @@ class GGUFTensor:
             return decode_values(encoded, self.quantisation.name, self.device)
         from gguf.quants import dequantize
 
-        try:
+        with library_errors(f"quantisation {self.quantisation.name} is not supported"):
             return torch.from_numpy(dequantize(np.ascontiguousarray(encoded), self.quantisation))
-        except NotImplementedError as error:
-            raise ValueError(f"quantisation {self.quantisation.name} is not supported") from error
 
 
-PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE | re.DOTALL)
-
-
-def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-    """
-    The metadata, tensors and bytes of a file; if it is split, of all its parts, of which `path` is the first.
-    """
-    first = Header(path)
-    count = first.metadata.get("split.count", 1)
+def read_file(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """The metadata and tensors of a file; if it is split, of all its parts, of which `path` is the first."""
+    metadata, tensors = read_part(path)
+    count = metadata.get("split.count", 1)
     if count == 1:
-        return first.metadata, first.tensors, len(first.data)
-    name, headers = PART.fullmatch(path), [first]
-    if name is None or first.metadata.get("split.no") != 0:
+        return metadata, tensors
+    name = PART.fullmatch(path)
+    if name is None or metadata.get("split.no") != 0:
         raise ValueError(f"it is one of {count} parts; name the first, ...-00001-of-{count:05}.gguf")
     for number in range(2, count + 1):
         part = f"{name[1]}{number:05}{name[2]}"
         if not os.path.isfile(part):
             raise ValueError(f"of its {count} parts {part} is missing")
-        headers.append(Header(part))
-        if headers[-1].metadata.get("split.no") != number - 1:
+        others, more = read_part(part)
+        if others.get("split.no") != number - 1:
             raise ValueError(f"{part} is not its part {number}")
-    tensors = {each.name: each for header in headers for each in header.tensors.values()}
-    if len(tensors) != first.metadata.get("split.tensors.count"):
+        tensors |= more
+    if len(tensors) != metadata.get("split.tensors.count"):
         raise ValueError(f"its {count} parts have {len(tensors)} tensors, which is not what it says")
-    return first.metadata, tensors, sum(len(header.data) for header in headers)
+    return metadata, tensors
 
 
-class Header:
-    """
-    Metadata and the list of tensors. Reading past the end of the file raises, and the sum of all counts is
-    limited, so that no file costs more time or memory than that of a large model.
-    """
+def read_part(path: str) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """The metadata and tensors of one file. Raises ValueError, or whatever numbers that are none raise."""
+    import gguf
 
-    def __init__(self, path: str):
-        import gguf
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    magic, version, tensor_count, key_count = _numbers(data, "<4sIQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
+    metadata = {}
+    for _ in _counted(key_count):
+        key = _text(data)
+        [kind] = _numbers(data, "<I")
+        metadata[key] = _value(data, kind)
+    entries = []
+    for _ in _counted(tensor_count):
+        name = _text(data)
+        [dimensions] = _numbers(data, "<I")
+        format = f"<{len(_counted(dimensions))}QIQ"
+        *shape, kind, offset = _numbers(data, format)  # the shape begins with columns
+        entries.append((offset, name, tuple(shape[::-1]), gguf.GGMLQuantizationType(kind)))
+    alignment = metadata.get("general.alignment", 32)
+    begin = free = -(-data.tell() // alignment) * alignment
+    tensors = {}
+    for offset, name, shape, quantisation in sorted(entries):
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+        if shape[-1] % block_size:
+            raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
+        row_bytes = shape[-1] // block_size * block_bytes
+        start = begin + offset
+        size = math.prod(shape[:-1]) * row_bytes
+        if start < free or name in tensors:
+            raise ValueError(f"tensor {name!r} overlaps another or comes twice")
+        free = start + size
+        if free > len(data):
+            raise ValueError(f"tensor {name!r} ends after the end of the file")
+        encoded = np.frombuffer(data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
+        tensors[name] = GGUFTensor(path, name, shape, quantisation, block_size, encoded)
+    return metadata, tensors
 
-        with open(path, "rb") as file:
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if self.data[:4] != b"GGUF":
-            raise ValueError("it does not begin with 'GGUF'")
-        self.position = 4
-        self.items_left = MAX_ITEMS
-        version = self._scalar("I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not 2 or 3")
-        tensor_count, key_count = self._scalar("Q"), self._scalar("Q")
-        self.metadata: dict[str, Any] = {}
-        for _ in self._counted(key_count):
-            key = self._string()
-            if key in self.metadata:
-                raise ValueError(f"key {key!r} comes twice")
-            self.metadata[key] = self._value(self._scalar("I"))
-        self.tensors: dict[str, GGUFTensor] = {}
-        entries = []
-        for _ in self._counted(tensor_count):
-            name, dimensions = self._string(), self._scalar("I")
-            if not 1 <= dimensions <= 4:
-                raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
-            shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]  # the file begins with columns
-            entries.append((name, shape, gguf.GGMLQuantizationType(self._scalar("I")), self._scalar("Q")))
-        alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"general.alignment is {alignment!r}")
-        begin = free = -(-self.position // alignment) * alignment
-        for name, shape, quantisation, offset in sorted(entries, key=lambda entry: entry[3]):
-            block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
-            if shape[-1] % block_size:
-                raise ValueError(f"tensor {name!r} of shape {shape} cannot be stored as {quantisation.name}")
-            row_bytes = shape[-1] // block_size * block_bytes
-            start, size = begin + offset, math.prod(shape[:-1]) * row_bytes
-            if start < free or name in self.tensors:
-                raise ValueError(f"tensor {name!r} overlaps another or comes twice")
-            if start + size > len(self.data):
-                raise ValueError(f"tensor {name!r} ends after the end of the file")
-            free = start + size
-            encoded = np.frombuffer(self.data, np.uint8, size, start).reshape(*shape[:-1], row_bytes)
-            self.tensors[name] = GGUFTensor(path, name, shape, quantisation, block_size, encoded)
 
-    def _counted(self, count: int) -> range:
-        self.items_left -= count
-        if self.items_left < 0:
-            raise ValueError(f"its header announces more than {MAX_ITEMS} items")
-        return range(count)
+def _counted(count: int) -> range:
+    if count > MAX_ITEMS:
+        raise ValueError(f"its header announces more than {MAX_ITEMS} items")
+    return range(count)
 
-    def _scalar(self, code: str) -> Any:
-        value = struct.unpack_from("<" + code, self.data, self.position)[0]
-        self.position += struct.calcsize("<" + code)
-        return value
 
-    def _string(self) -> str:
-        length = self._scalar("Q")
-        start, self.position = self.position, self.position + length
-        if self.position > min(len(self.data), MAX_HEADER_BYTES):
-            raise ValueError("a text runs past the end of the file or of any reasonable header")
-        return self.data[start : self.position].decode()
+def _numbers(data: mmap.mmap, format: str) -> tuple:
+    """The next numbers, in this format of `struct`."""
+    return struct.unpack(format, data.read(struct.calcsize(format)))
 
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind != ARRAY:
-            return self._scalar(SCALARS[kind])
-        kind, count = self._scalar("I"), self._scalar("Q")
-        items = self._counted(count)
-        if kind == STRING:
-            return [self._string() for _ in items]
-        values = np.frombuffer(self.data, "<" + SCALARS[kind], count, self.position)
-        self.position += values.nbytes
-        return values.tolist()
+
+def _text(data: mmap.mmap) -> str:
+    [length] = _numbers(data, "<Q")
+    if data.tell() + length > min(len(data), MAX_HEADER_BYTES):
+        raise ValueError("a text runs past the end of the file or of any reasonable header")
+    return data.read(length).decode()
+
+
+def _value(data: mmap.mmap, kind: int) -> Any:
+    if kind == TEXT:
+        return _text(data)
+    if kind != ARRAY:
+        return _numbers(data, f"<{NUMBERS[kind]}")[0]
+    kind, count = _numbers(data, "<IQ")
+    items = _counted(count)
+    return [_text(data) for _ in items] if kind == TEXT else [*_numbers(data, f"<{count}{NUMBERS[kind]}")]

@@ -82,10 +82,12 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Any:
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not known; known ones: {', '.join(builders)}")
     tokens = given["tokens"]
     tokenizer = builders[kind](given, {token: i for i, token in enumerate(tokens)})
-    types = given.get("token_type", [])
-    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        chosen = [tokens[i] for i, type_ in enumerate(types) if type_ == wanted]
-        add([AddedToken(token, special=wanted == CONTROL, normalized=False) for token in chosen])
+    added = (
+        AddedToken(token, special=type_ == CONTROL, normalized=False)
+        for token, type_ in zip(tokens, given.get("token_type", []), strict=False)
+        if type_ in (CONTROL, USER_DEFINED)
+    )
+    tokenizer.add_tokens([*added])
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {name: given.get(f"{key}_token_id") for key, name in names.items()}
     named = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
@@ -129,14 +131,15 @@ def _sentencepiece_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) 
     """SentencePiece's BPE: neighbours merge into the token of highest score; unknown characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, scores = given["tokens"], given["scores"]
-    types = given.get("token_type", [NORMAL] * len(tokens))
+    tokens = given["tokens"]
     if sum(map(len, tokens)) > MAX_CHARACTERS:
         raise ValueError(f"its tokens have more than {MAX_CHARACTERS} characters")
-    merged = [i for i in range(len(tokens)) if types[i] == NORMAL and len(tokens[i]) <= LONGEST_MERGED]
+    types = given.get("token_type", [NORMAL] * len(tokens))
+    scored = zip(given["scores"], tokens, types, strict=True)
     merges = [
         (token[:cut], token[cut:])
-        for token in (tokens[i] for i in sorted(merged, key=lambda i: -scores[i]))
+        for _, token, type_ in sorted(scored, key=lambda each: -each[0])
+        if type_ == NORMAL and len(token) <= LONGEST_MERGED
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]

@@ -1,7 +1,11 @@
-"""Names in which files differ from a model, and tensors that no model needs."""
+"""Tensors that a model has under other names than a file, or that are made of those of a file.
+
+And tensors that no model needs.
+"""
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +16,21 @@ from torch import nn
 IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".self_attn.k_scale", ".self_attn.v_scale")
 
 
+@dataclass
+class MadeTensor:
+    """A value in place of a tensor of a file; errors name the file."""
+
+    file: str
+    name: str
+    value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = tuple(self.value.shape), self.value.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.value[index]
+
+
 def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[str]) -> Iterator[Any]:
     """
     Tensors by the model's `known` names, without those that no model needs. Files of the layers alone have
@@ -20,28 +39,23 @@ def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[st
     """
     if hasattr(model, "converted"):
         tensors = model.converted(tensors, known)
-    tied = tied_names(model)
-    firsts, seconds = {}, []
+    tied, found = tied_names(model), {}
     for tensor in tensors:
-        if tensor.name not in known and f"model.{tensor.name}" in known:
-            tensor = renamed(tensor, f"model.{tensor.name}")
-        if tensor.name in tied:
-            seconds.append(tensor)
-            continue
-        if tensor.name in tied.values():
-            firsts[tensor.name] = tensor
-        if tensor.name in known or not tensor.name.endswith(IGNORED):
-            yield tensor
-    for tensor in seconds:
-        first = tied[tensor.name]
-        if first not in firsts:
-            firsts[first] = renamed(tensor, first)
-            yield firsts[first]
-        elif not torch.equal(firsts[first][...], tensor[...]):
-            raise ValueError(
-                f"{tensor.file}: tensor {tensor.name} differs from {first}, to which it is tied; "
-                "hf_overrides={'tie_word_embeddings': False} loads both"
-            )
+        name = tensor.name
+        if name not in known and f"model.{name}" in known:
+            name = f"model.{name}"
+        name = tied.get(name, name)
+        if name in tied.values():
+            other = found.setdefault(name, tensor)
+            if other is not tensor:
+                if not torch.equal(other[...], tensor[...]):
+                    raise ValueError(
+                        f"{tensor.file}: tensor {other.name} differs from {tensor.name}, to which it is "
+                        "tied; hf_overrides={'tie_word_embeddings': False} loads both"
+                    )
+                continue
+        if name in known or not name.endswith(IGNORED):
+            yield renamed(tensor, name)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

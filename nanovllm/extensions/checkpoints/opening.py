@@ -7,9 +7,9 @@ from typing import Any
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.checkpoints.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.extensions.checkpoints.made_up import fill_with_random_values
+from nanovllm.extensions.checkpoints.library_errors import library_errors
+from nanovllm.extensions.checkpoints.made_up import SHAPES, ShapeCheckpoint, fill_with_random_values
 from nanovllm.extensions.checkpoints.names import with_names_of
-from nanovllm.extensions.checkpoints.shapes import SHAPES, ShapeCheckpoint
 from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
 
@@ -24,43 +24,39 @@ def open_checkpoint(
     folder or a hub id. `models` are those that GGUF files may hold. Raises ValueError that says what was
     looked for.
     """
-    hub = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    hub = {name: value for name, value in hub.items() if value is not None}
-    load_format, lora, tokenizer = config.load_format, config.lora, config.tokenizer
-    checkpoint = _open(config.model, load_format, hub, models)
+    downloads = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
+    downloads = {name: value for name, value in downloads.items() if value is not None}
+    checkpoint = _open(config.model, config.load_format, downloads, models)
     checkpoint.read_config = read_config
     if isinstance(checkpoint, CheckedFolder):
         open_text_part(checkpoint)
     checkpoint.changes += (with_names_of,)
-    if load_format == "dummy":
+    if config.load_format == "dummy":
         checkpoint.fill = fill_with_random_values
     if config.hf_overrides:
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
         checkpoint.config = checkpoint.config | config.hf_overrides
-    hub.pop("revision", None)  # is the model's
-    if lora is not None:
-        from nanovllm.extensions.checkpoints.adapter import check_adaptable, open_adapter
+    downloads.pop("revision", None)  # is the model's
+    if config.lora is not None:
+        from nanovllm.extensions.checkpoints.adapter import add_adapter
 
-        check_adaptable(checkpoint, lora)
-        checkpoint.changes += (open_adapter(lora, hub).merged,)
-    if tokenizer is not None and os.fspath(tokenizer) != config.model:
-        try:
-            checkpoint.tokenizer = _open(tokenizer, "auto", hub, models, only_tokenizer=True).tokenizer
-        except ValueError as error:
-            raise ValueError(f"tokenizer: {error}") from error
+        add_adapter(checkpoint, config.lora, downloads)
+    if config.tokenizer not in (None, config.model):
+        name = os.fspath(config.tokenizer)
+        with library_errors("tokenizer"):
+            checkpoint.tokenizer = _open(name, "auto", downloads, models, only_tokenizer=True).tokenizer
     return checkpoint
 
 
 def _open(
-    model: str | os.PathLike,
+    name: str,
     load_format: str,
-    hub: dict[str, Any],
+    downloads: dict[str, Any],
     models: Collection[Any],
     only_tokenizer: bool = False,
 ) -> Checkpoint:
     dummy = load_format == "dummy"
-    name = os.fspath(model)
     path = os.path.abspath(os.path.expanduser(name))
     if not name or not os.path.exists(path):
         if name in SHAPES and dummy:
@@ -72,15 +68,14 @@ def _open(
         else:
             from nanovllm.extensions.checkpoints.hub import download
 
-            path = download(name, not dummy and not only_tokenizer, **hub)
-    if os.path.isfile(path):
-        if load_format == "safetensors" or not path.lower().endswith(".gguf"):
-            raise ValueError(f"model {name!r} is neither a folder nor, for load_format='gguf', a .gguf file")
-        from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
+            path = download(name, not dummy and not only_tokenizer, **downloads)
+    if os.path.isdir(path):
+        if load_format == "gguf":
+            raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
+        return CheckedFolder(path, only_tokenizer)
+    if load_format == "safetensors" or not (os.path.isfile(path) and path.lower().endswith(".gguf")):
+        found = "is neither a folder nor a regular file that ends with .gguf"
+        raise ValueError(f"model {name!r} {found}, for load_format={load_format!r}")
+    from nanovllm.extensions.checkpoints.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, models)
-    if load_format == "gguf":
-        raise ValueError(f"model {name!r} is a folder, but load_format='gguf' reads a .gguf file")
-    if not os.path.isdir(path):
-        raise ValueError(f"model {name!r} is neither a folder nor a regular file")
-    return CheckedFolder(path, only_tokenizer)
+    return GGUFCheckpoint(path, models)

@@ -7,48 +7,31 @@ here: that nothing in the archive is compressed, so that no small file takes muc
 
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from nanovllm.extensions.checkpoints.library_errors import library_errors
+from nanovllm.extensions.checkpoints.names import MadeTensor
 from nanovllm.utils.validation import check
 
 NAMES = "pytorch_model.bin", "pytorch_model-*.bin"  # of one file, of several
 MAX_BYTES_OF_PICKLE = 2**26  # several times what the most tensors need
 
 
-@dataclass
-class PickledTensor:
-    file: str
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    stored: torch.Tensor
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.stored[index]
-
-
-def read_pickled(file: Path) -> Iterator[PickledTensor]:
+def read_pickled(file: Path) -> Iterator[MadeTensor]:
     """The tensors of a file. Raises ValueError naming it."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{file} is not a complete file of torch.save (1.6 or later): {error}") from error
+    problem = f"{file} is not a complete file of torch.save (1.6 or later)"
+    with library_errors(problem), zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
     for entry in entries:
         is_stored = entry.compress_type == zipfile.ZIP_STORED
         is_small = not entry.filename.endswith(".pkl") or entry.file_size <= MAX_BYTES_OF_PICKLE
         check(is_stored and is_small, f"{file} must hold uncompressed parts, and a small pickle", entry)
-    try:
+    with library_errors(f"{file} is not weights alone"):
         found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever its pickle makes of it
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{file} is not weights alone: {reason:.200}") from error
     check(isinstance(found, dict), f"{file} must hold tensors by name", type(found).__name__)
     for name, tensor in found.items():
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.is_cpu
         check(isinstance(name, str) and is_plain, f"{file} must hold tensors by name", name)
-        yield PickledTensor(str(file), name, tensor.shape, tensor.dtype, tensor.detach())
+        yield MadeTensor(str(file), name, tensor.detach())

@@ -4,6 +4,7 @@ from typing import Any
 
 from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.extensions.checkpoints.library_errors import library_errors
 from nanovllm.sampling_params import SamplingParams
 
 # Fields of generation_config.json, and those of SamplingParams for which they are recommended.
@@ -26,10 +27,8 @@ class RecommendingLLM(LLMEngine):
         values = {own: found[name] for name, own in NAMES.items() if found.get(name) is not None}
         if found.get("do_sample") is False:
             values["temperature"] = 0.0
-        try:
+        with library_errors(f"generation_config.json of {self.config.model!r}"):
             return SamplingParams(**values)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json of {self.config.model!r}: {error}") from None
 
     get_default_sampling_params = default_sampling_params
 

@@ -12,7 +12,6 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.extensions.checkpoints import gguf, hub
+from nanovllm.extensions.checkpoints.names import MadeTensor
 from nanovllm.layers.linear import DenseWeight, LinearBase, Weight
 from nanovllm.llm import LLM
 from nanovllm.utils.loader import load_model
@@ -36,28 +36,16 @@ META = torch.device("meta")
 UNREADABLE = "weight_shape", "weight.quant_state.bitsandbytes__nf4"  # are compared by value
 
 
-class Unread:
-    """A tensor of a file. Its dtype may be one that no weight has, as long as nobody asks for it."""
-
-    def __init__(self, stored: Any):
-        self.stored, self.file, self.name = stored, stored.file, stored.name
-        self.shape = tuple(stored.shape)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.stored.dtype
-
-    @property
-    def encoded(self) -> np.ndarray:
-        """Of a tensor of a GGUF file."""
-        return np.zeros(self.stored.encoded.shape, np.uint8)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=META)[index]
-
-
-def unread(tensors: Iterable[Any], *_: Any) -> Iterator[Unread]:
-    return map(Unread, tensors)
+def unread(tensor: Any) -> Any:
+    """A tensor of a file without its values; itself if it is of a dtype or a size that no weight has."""
+    try:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+    except (ValueError, RuntimeError):
+        return tensor
+    found = MadeTensor(tensor.file, tensor.name, value)
+    if hasattr(tensor, "encoded"):  # of a GGUF file
+        found.encoded = np.zeros(tensor.encoded.shape, np.uint8)
+    return found
 
 
 class GoodValues(TorchFunctionMode):
@@ -72,22 +60,25 @@ class GoodValues(TorchFunctionMode):
 
 def describe(name: str) -> list[str]:
     """Lines about a model. Raises what an engine raises that is to load it."""
-    is_local = os.path.exists(name)
-    if not is_local and hub.HUB_GGUF.fullmatch(name):
-        raise ValueError(f"a GGUF file on the hub is described when it is on this machine: {name}")
-    is_remote = not is_local and hub.HUB_ID.fullmatch(name)
-    headers = hub.read_headers(name) if is_remote else []
-    place = hub.download(name, False, hub.CONFIGS) if is_remote else name
-    config, checkpoint = LLM.open_model(place, {"load_format": "dummy"} if is_remote else {})
+    place, options, headers = name, {}, None
+    if not os.path.exists(name):
+        if hub.HUB_GGUF.fullmatch(name):
+            raise ValueError(f"a GGUF file on the hub is described when it is on this machine: {name}")
+        if hub.HUB_ID.fullmatch(name):
+            headers = hub.read_headers(name)
+            place, options = hub.download(name, False, hub.CONFIGS), {"load_format": "dummy"}
+    config, checkpoint = LLM.open_model(place, options)
     runner, ranks = build(config), []
     for size in (1, 2, 4, 8):
         split = replace(config, device="cpu", tensor_parallel_size=size)  # however many GPUs there are
         with suppress(ValueError):
             build(split.with_checkpoint(checkpoint))
             ranks.append(str(size))
-    model, fields = runner.model, checkpoint.fields()
-    if headers or not is_remote:
-        load_shapes(model, config, checkpoint, headers or checkpoint.tensors())
+    model = runner.model
+    if headers is None:
+        headers = [*checkpoint.tensors()]
+    if headers:
+        load_shapes(model, config, checkpoint, headers)
     checkpoint.eos_token_ids(checkpoint.tokenizer())
     kinds, count, num_bytes = measure(model, config)
     theirs = getattr(model.lm_head, "model", None)  # what transformers has built
@@ -95,14 +86,14 @@ def describe(name: str) -> list[str]:
     lengths = dict.fromkeys((config.max_model_len, config.hf_config.context_limit))
     caches = (f", {length * token_bytes / 1e9:.2f} GB for {length:,}" for length in lengths)
     lines = [
-        f"model     {fields.get('model_type')}, {config.hf_config.num_hidden_layers} layers, "
+        f"model     {checkpoint.fields().get('model_type')}, {config.hf_config.num_hidden_layers} layers, "
         f"{count / 1e9:.3f} billion parameters",
         f"class     {type(theirs or model).__name__} of {'transformers' if theirs else 'this project'}",
         f"weights   {kinds}: {8 * num_bytes / count:.1f} bits each, {num_bytes / 1e9:.2f} GB",
         f"KV cache  {token_bytes:,} bytes a token{''.join(caches)}",
         f"ranks     {', '.join(ranks)}",
     ]
-    if is_remote and not headers:
+    if not headers:
         lines.append("tensors   not compared, since the hub gives no headers")
     return lines
 
@@ -115,19 +106,19 @@ def build(config: Config) -> ModelRunner:
     return runner
 
 
-def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensors: Iterable[Any]) -> None:
+def load_shapes(model: nn.Module, config: Config, checkpoint: Checkpoint, tensors: list[Any]) -> None:
     """Raises ValueError for a tensor that is missing, has no place, or has another shape or dtype."""
-    headers = [each for each in tensors if not each.name.endswith(UNREADABLE)]
-    checkpoint.fill, checkpoint.tensors = None, headers.copy
-    changes = [*checkpoint.changes]
-    changes.insert(isinstance(checkpoint, gguf.GGUFCheckpoint), unread)  # behind what names a file's tensors
-    checkpoint.changes = changes
+    stored = Checkpoint(checkpoint.path)
+    stored.tensors = [each for each in tensors if not each.name.endswith(UNREADABLE)].copy
+    stored.changes = [*checkpoint.changes]
+    first = isinstance(checkpoint, gguf.GGUFCheckpoint)  # behind what names a file's tensors
+    stored.changes.insert(first, lambda tensors, *_: map(unread, tensors))
     for matrix in matrices_of(model):
         matrix.library = None  # it packs values
         for name in UNREADABLE:
             vars(matrix).get("stored", {}).pop(name, None)
     with torch_defaults(config.torch_dtype, META), GoodValues():
-        load_model(model, checkpoint)
+        load_model(model, stored)
 
 
 def matrices_of(model: nn.Module) -> list[Weight]:
@@ -150,17 +141,17 @@ def measure(model: nn.Module, config: Config) -> tuple[str, int, float]:
 
 
 def main() -> int:
-    text, command = __doc__.partition("\n\n")[0], "python -m nanovllm.extensions.checkpoints.support"
-    parser = argparse.ArgumentParser(command, description=text)
+    command = "python -m nanovllm.extensions.checkpoints.support"
+    parser = argparse.ArgumentParser(command, description=__doc__.partition("\n\n")[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as in LLM(MODEL)")
-    refused = 0
+    status = 0
     for name in parser.parse_args().models:
         try:
             lines = describe(name)
         except (ValueError, OSError, ImportError) as error:
-            refused, lines = 1, [f"refused: {error}"]
+            status, lines = 1, [f"refused: {error}"]
         print(name, *lines, sep="\n  ")
-    return refused
+    return status
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import functools
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from nanovllm.extensions.checkpoints.names import renamed
+from nanovllm.extensions.checkpoints.names import MadeTensor, renamed
 from nanovllm.utils.validation import check, is_number
 
 GEMMA3 = {
@@ -26,7 +25,7 @@ GEMMA3 = {
 }
 # By the `model_type` in `text_config`: the class and the `model_type` of such a model alone, and fields that
 # files leave out.
-TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+TEXTS = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text", {}),
     "ministral3": ("Ministral3ForCausalLM", "ministral3", {}),
@@ -46,8 +45,12 @@ WHOLES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
-# The last is a part of a name only in front of the head, which stands beside the other parts.
-PREFIX = re.compile(r"(model\.language_model|language_model\.model|model|language_model(?=\.lm_head))\.")
+# How names of the text part begin in files, and how they do in a file of a text alone.
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 TOWERS = """
     visual vision_tower vision_model multi_modal_projector embed_vision audio_tower embed_audio
 """.split()
@@ -55,37 +58,48 @@ TOWERS = """
 PREFIX_IN_PATTERN = re.compile(r"model\\?\.language_model|language_model\\?\.model")
 
 
-def text_fields(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the text part, in place of one of the whole; None if that is of a text alone."""
-    names = config.get("architectures")
-    if not (isinstance(names, list) and len(names) == 1 and str(names[0]) in WHOLES):
-        return None
+def open_text_part(checkpoint: Any) -> None:
+    """Have a checkpoint be that of its text part, if its model reads images as well. Raises ValueError."""
+    config = checkpoint.config
+    whole = next((name for name in WHOLES if config.get("architectures") == [name]), None)
+    if whole is None:
+        return
+    checkpoint.config = text_fields(checkpoint.source, config, WHOLES[whole])
+    warnings.warn(f"{checkpoint.path}: of a {whole} the text part is read, and no images", stacklevel=2)
+    change = functools.partial(text_tensors, hidden_size=checkpoint.config.get("hidden_size"))
+    checkpoint.changes = (change, *checkpoint.changes)
+
+
+def text_fields(source: str, config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """
+    The configuration of the text part, in place of one of the whole. `kind` is the text's `model_type` unless
+    it has one. Raises ValueError naming the source.
+    """
     text = config.get("text_config") or {}
-    check(isinstance(text, dict), "text_config must be an object", text)
-    kind = text.get("model_type", WHOLES[names[0]])
-    is_known = isinstance(kind, str) and kind in TEXTS
-    check(is_known, f"model_type of text_config must be one of {[*TEXTS]}", kind)
+    check(isinstance(text, dict), f"{source}: text_config must be an object", text)
+    kind = text.get("model_type", kind)
+    check(kind in [*TEXTS], f"{source}: model_type of text_config must be one of {[*TEXTS]}", kind)
     architecture, model_type, left_out = TEXTS[kind]
     fields = left_out | config | text | {"model_type": model_type, "architectures": [architecture]}
     for part in ("text_config", "vision_config", "audio_config"):
         fields.pop(part, None)
     if "tie_word_embeddings" in config:  # the text's may be no more than a default
         fields["tie_word_embeddings"] = config["tie_word_embeddings"]
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(rope := fields.get(name), dict):
-            fields[name] = _plain_rotation(rope, fields.get("max_position_embeddings"))
+    for name in {"rope_scaling", "rope_parameters"} & fields.keys():
+        fields[name] = _plain_rotation(fields[name], fields.get("max_position_embeddings"))
     if isinstance(quantisation := fields.get("quantization_config"), dict):
         fields["quantization_config"] = {key: _text_names(value) for key, value in quantisation.items()}
     return fields
 
 
-def _plain_rotation(rope: dict[str, Any], num_positions: Any) -> dict[str, Any]:
-    """Rotary settings of a text alone. `max_position_embeddings` counts the positions that a factor adds."""
-    found = {}
-    for name, value in rope.items():
-        if isinstance(value, dict):  # of one kind of layer
-            value = _plain_rotation(value, num_positions)
-        found[name] = "default" if value == "mrope" else value
+def _plain_rotation(rope: Any, num_positions: Any) -> Any:
+    """
+    Rotary settings of a text alone, perhaps of each kind of layer. `max_position_embeddings` counts the
+    positions that a factor adds.
+    """
+    if not isinstance(rope, dict):
+        return "default" if rope == "mrope" else rope
+    found = {name: _plain_rotation(value, num_positions) for name, value in rope.items()}
     factor = rope.get("factor")
     if is_number(factor, float, 1) and is_number(num_positions, int):
         found.setdefault("original_max_position_embeddings", int(num_positions / factor))
@@ -96,22 +110,21 @@ def _text_names(value: Any) -> Any:
     """Lists of layers that are not quantised, by the names that they have in the text part."""
     if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return value
-    found = []
-    for name in value:
-        if name.startswith("re:"):
-            found.append(PREFIX_IN_PATTERN.sub("model", name))
-        elif (renamed_to := text_name(name)) is not None:
-            found.append(renamed_to)
-    return found
+    return [own for name in value if (own := text_name(name)) is not None]
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's or a layer's name in the text part; None if it belongs to what reads images."""
-    prefix = PREFIX.match(name)
-    rest = name[prefix.end() :] if prefix else name
-    if rest.partition(".")[0] in TOWERS:
-        return None
-    return f"model.{rest}" if prefix and not rest.startswith("lm_head") else rest
+    """
+    The name that a tensor or a layer, or a pattern for names, has in the text part; None if it belongs to
+    what reads images.
+    """
+    if name.startswith("re:"):
+        return PREFIX_IN_PATTERN.sub("model", name)
+    for prefix, own in PREFIXES.items():
+        if name.startswith(prefix):
+            return name.replace(prefix, own, 1)
+    is_tower = name.removeprefix("model.").partition(".")[0] in TOWERS
+    return None if is_tower else name
 
 
 def text_tensors(
@@ -128,56 +141,13 @@ def text_tensors(
             yield renamed(tensor, name)
 
 
-def _experts(tensor: Any, name: str, hidden_size: int) -> Iterator["ExpertsMatrix"]:
+def _experts(tensor: Any, name: str, hidden_size: int) -> Iterator[MadeTensor]:
     """Of a tensor with a matrix of each expert, [experts, inputs, outputs] or [experts, outputs, inputs]."""
     folder, _, kind = name.rpartition(".")
-    num_experts, *shape = tensor.shape
     parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
-    has_inputs_first = shape[0 if len(parts) == 2 else 1] == hidden_size
-    inputs, outputs = shape if has_inputs_first else shape[::-1]
-    rows = outputs // len(parts)
-    for expert in range(num_experts):
-        for i, part in enumerate(parts):
-            place = slice(i * rows, (i + 1) * rows)
-            own = f"{folder}.{expert}.{part}.weight"
-            yield ExpertsMatrix(tensor, tensor.file, own, (rows, inputs), expert, place, has_inputs_first)
-
-
-@dataclass
-class ExpertsMatrix:
-    """One expert's matrix [outputs, inputs]: some rows of a larger one, in a tensor of all experts'."""
-
-    stored: Any
-    file: str
-    name: str
-    shape: tuple[int, int]
-    expert: int
-    rows: slice
-    has_inputs_first: bool
-
-    @property
-    def dtype(self) -> Any:
-        return self.stored.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if self.has_inputs_first:
-            return self.stored[self.expert, :, self.rows].t()[index]
-        return self.stored[self.expert, self.rows][index]
-
-
-def open_text_part(checkpoint: Any) -> None:
-    """Have a checkpoint be that of its text part, if its model reads images as well. Raises ValueError."""
-    whole = checkpoint.config
-    try:
-        fields = text_fields(whole)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.source}: {error}") from None
-    if fields is None:
-        return
-    message = f"{checkpoint.path}: of a {whole['architectures'][0]} the text part is read, and no images"
-    warnings.warn(message, stacklevel=2)
-    checkpoint.config = fields
-    checkpoint.changes = (
-        functools.partial(text_tensors, hidden_size=fields.get("hidden_size")),
-        *checkpoint.changes,
-    )
+    matrices = tensor[...]  # a view of the mapped file
+    if matrices.shape[1 if len(parts) == 2 else 2] == hidden_size:
+        matrices = matrices.mT
+    for expert, matrix in enumerate(matrices):
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=False):
+            yield MadeTensor(tensor.file, f"{folder}.{expert}.{part}.weight", rows)

@@ -142,7 +142,7 @@ class GGUF(Weight):
             if shard.size[0] % LANES == 0:
                 library = self.library if self.keeps_weight else None
                 return [pack(each, kind, library) for each in groups]
-        values = loaded[shard.rows, columns].to(torch.get_default_dtype())
+        values = loaded[shard.rows, columns].to(torch.get_default_device(), self.dtype)
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
 

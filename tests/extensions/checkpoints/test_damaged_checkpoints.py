@@ -487,7 +487,7 @@ READ = dict(add_generation_prompt=True, continue_final_message=False, tools=None
 
 
 def test_a_chat_that_is_too_long_to_tokenize_is_refused(llm, monkeypatch):
-    monkeypatch.setattr("nanovllm.extensions.checkpoints.tokenizer_errors.MAX_TEXT", 1000)
+    monkeypatch.setattr("nanovllm.extensions.checkpoints.library_errors.MAX_TEXT", 1000)
     with pytest.raises(ValueError, match="conversation 0: it makes a text of 1001 characters; at most 1000"):
         llm.prompts.render_chats(CHAT, chat_template="{{ 'x' * 1001 }}", **READ)
 

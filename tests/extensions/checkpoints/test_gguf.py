@@ -5,7 +5,6 @@ import pickle
 import struct
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -30,15 +29,15 @@ import tiny_checkpoints
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, get_model_class
 from nanovllm.config import Config
-from nanovllm.extensions.checkpoints.adapter import Adapted
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.checkpoints.gguf_tokenizer import CUTS, SPLITS, tokenizer_from_gguf
-from nanovllm.extensions.checkpoints.names import with_names_of
+from nanovllm.extensions.checkpoints.names import MadeTensor, with_names_of
 from nanovllm.extensions.models.config import DecoderConfig
 from nanovllm.extensions.quantised import gguf as quantised_gguf
 from nanovllm.extensions.quantised.gguf import PackedCodes
-from nanovllm.extensions.quantised.gguf_blocks import PIECES, decode_values
+from nanovllm.extensions.quantised.gguf_blocks import decode_values
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.layers.linear import Shard
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
@@ -329,8 +328,7 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
     def change(tensors, _model, _known):
         for tensor in tensors:
             is_changed = tensor.name.endswith(f"experts.{number}.up_proj.weight")
-            facts = tensor.name, tensor.file, tensor.shape, tensor
-            yield Adapted(*facts, torch.ones(tensor.shape)) if is_changed else tensor
+            yield MadeTensor(tensor.file, tensor.name, tensor[...] + 1) if is_changed else tensor
 
     make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False, **FEW_TOKENS, moe_intermediate_size=128)
     checkpoint = open_checkpoint(write_gguf(tmp_path, "Q8_0"))
@@ -347,15 +345,17 @@ def test_an_adapter_changes_a_packed_expert(tmp_path, number):
             assert (found[expert, part] - expected).abs().max() < 2e-2, (expert, matrix)
 
 
-@pytest.mark.parametrize("stored", ["F32", "BF16", "Q8_0", "Q5_0"])
-def test_matrices_are_decoded_where_the_weights_are_with_an_adapter_too(tmp_path, stored, monkeypatch):
-    monkeypatch.setitem(PIECES, "meta", PIECES["cpu"])
+@pytest.mark.parametrize("stored", ["F32", "BF16", "Q8_0"])
+def test_a_matrix_of_a_file_goes_where_the_model_is(tmp_path, stored, monkeypatch):
+    """Also where it is not packed, or an adapter has changed it."""
+    monkeypatch.setattr(quantised_gguf, "check_finite", lambda values: None)
     make_checkpoint(tmp_path, tokenizer=False, **FEW_TOKENS)
     for tensor in placed(open_checkpoint(write_gguf(tmp_path, stored))):
         if len(tensor.shape) == 2:
-            there = replace(tensor, device=torch.device("meta"))
-            adapted = Adapted(tensor.name, tensor.file, tensor.shape, there, torch.ones(tensor.shape))
-            assert there[:].is_meta and adapted[:, :64].is_meta and there[:0].is_meta
+            weight = quantised_gguf.GGUF({None: Shard(tensor.shape)})
+            with torch.device("meta"):
+                weight.stored["weight"].load(MadeTensor("", "", tensor[...]), Shard(tensor.shape))
+            assert weight.parameters["0"].is_meta
 
 
 def test_other_ranks_get_what_an_adapter_changes(tmp_path):

@@ -1,4 +1,7 @@
-"""A stranger's tokenizer: it fails in no other way than a ValueError, and writes no endless texts."""
+"""What a stranger's files make of a library: it fails in no other way than a ValueError that names them.
+
+A tokenizer does so as long as it is used, and writes no endless texts.
+"""
 
 import contextlib
 import functools
@@ -9,14 +12,15 @@ MAX_TEXT = 2**26  # characters of a rendered chat
 
 
 @contextlib.contextmanager
-def tokenizer_errors(message: str) -> Iterator[None]:
-    """Turn any error that damaged files cause in a library into a ValueError beginning with this message."""
+def library_errors(message: str) -> Iterator[None]:
+    """Turn any error that files cause into a ValueError beginning with this message."""
     try:
         yield
     except BaseException as error:
         # A panic of Rust code is not an Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{message}: {error!r:.500}") from error
+            told = error if isinstance(error, ValueError | OSError) else repr(error)
+            raise ValueError(f"{message}: {told!s:.500}") from error
         raise
 
 
@@ -26,22 +30,22 @@ def guarded(tokenizer: Any, path: str) -> Any:
         return None
     messages = {"encode": f"the tokenizer of {path!r}", "decode": f"{path}: the tokenizer cannot decode"}
     for name, message in messages.items():
-        setattr(tokenizer, name, functools.partial(_call, tokenizer, name, message))
-    tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer)
+        setattr(tokenizer, name, functools.partial(_call, getattr(tokenizer, name), message))
+    tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer.apply_chat_template)
     return tokenizer
 
 
-def _call(tokenizer: Any, name: str, message: str, *args: Any, **options: Any) -> Any:
-    with tokenizer_errors(message):
-        return getattr(type(tokenizer), name)(tokenizer, *args, **options)
+def _call(method: Any, message: str, *args: Any, **options: Any) -> Any:
+    with library_errors(message):
+        return method(*args, **options)
 
 
-def _render_chat(tokenizer: Any, *args: Any, **options: Any) -> Any:
+def _render_chat(method: Any, *args: Any, **options: Any) -> Any:
     """
     The chat template is somebody else's program; jinja2's sandbox, in which it runs, gives it no access to
     Python or to files. Raises any exception that it causes.
     """
-    text = type(tokenizer).apply_chat_template(tokenizer, *args, **options)
+    text = method(*args, **options)
     if len(text) > MAX_TEXT:
         raise ValueError(f"it makes a text of {len(text)} characters; at most {MAX_TEXT} are tokenized")
     return text
