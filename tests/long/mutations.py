@@ -787,6 +787,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/permute_k",
         ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
         ("tl.program_id(1) * SIZE + tl.arange(0, SIZE)", "tl.arange(0, SIZE)"),
+        ("half * 16 + within // 8 * 2", "within // 8 * 2"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_codes",
@@ -797,7 +798,6 @@ MUTATIONS = [
         ("        tl.store(counter, 0)", "        pass"),
         ("start = begin + step * STEP", "start = step * STEP"),
         ("if steps % count == 0", "if True"),
-        ("ROWS: tl.constexpr = SIZES.PARTS * SIZES.OUT_FEATURES", "ROWS: tl.constexpr = SIZES.OUT_FEATURES"),
         ("k // BYTES * (BYTES * PER_BYTE) + k % BYTES", "k"),
     ),
     *mutations_of(
@@ -880,10 +880,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/products",
         ("rows, stream.normed = stream.normed, None  # which", "rows = stream.normed  # which"),
-        ("isinstance(x, PermutedGates) and x.per_byte == self.per_byte", "isinstance(x, PermutedGates)"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/fp8_linear",
+        ("        column = column_at(column, PER_BYTE)", "        pass"),
         ("    value = (value * scale).to(dtype).to(tl.float32) * gain", "    value = value * gain"),
         ("scales + part.to(tl.int64) * padded_rows + row", "scales + part.to(tl.int64) * WIDTH + row"),
         ("column_scales + part * WIDTH + column", "column_scales + column"),
@@ -1067,7 +1067,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/gguf",
-        (".to(torch.get_default_device(), self.dtype)", ".to(self.dtype)"),
+        (".to(self.device, self.dtype)", ".to(self.dtype)"),
         ("if self.is_stacked and len(self.runs) > 1:", "if False:"),
         ("self.packed[rows], pairs)", "self.packed, pairs)"),
         ('.type == "cpu" and size[0] % LANES:', '.type == "cpu" and False:'),

@@ -85,7 +85,7 @@ class GGUF(Weight):
 
     def __init__(self, shards: dict[Any, Shard], keeps_weight: bool = False):
         super().__init__(shards)
-        self.dtype = torch.get_default_dtype()  # of what it is multiplied with
+        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()  # of inputs
         self.parameters = {}
         self.keeps_weight = keeps_weight
         self.stored = {"weight": StoredTensor(self._load)}
@@ -142,7 +142,7 @@ class GGUF(Weight):
             if shard.size[0] % LANES == 0:
                 library = self.library if self.keeps_weight else None
                 return [pack(each, kind, library) for each in groups]
-        values = loaded[shard.rows, columns].to(torch.get_default_device(), self.dtype)
+        values = loaded[shard.rows, columns].to(self.device, self.dtype)
         check_finite(values)
         return [Piece(Converted, (self.library,), (values,))]
 

@@ -3,8 +3,7 @@
 A product in 8 bits wants its input quantised, which is part of what computes it: of the norm
 (`quantised_rows`) or of the activation (`Gates`). torch's library is faster without scales, so they are left
 to that kernel, too: an addition to the residual waits for the norm that follows (`PendingAdd`). A product of
-codes wants the columns of its input in another order, which is also the norm's part (`permuted_rows`), or
-that of the product in front of the activation (`PermutedGates`).
+codes wants the columns of its input in another order, which is also part of the norm or the activation.
 """
 
 import functools
@@ -18,6 +17,7 @@ from torch import Tensor
 from nanovllm.extensions.quantised.kernels.fp8_linear import (
     QuantisedRows,
     Unscaled,
+    activate_and_permute,
     add_rms_norm_quantise,
     fp8_linear,
     quantise,
@@ -27,7 +27,7 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
     can_use_linear_codes,
     linear_codes,
 )
-from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k, permuted_columns
+from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
@@ -105,6 +105,10 @@ class Gates(NamedTuple):
         """The same with a scale for so many of its numbers, or, if that is 0, for each row."""
         return quantise(self.product, scale_group, gated=True)
 
+    def permuted(self, per_byte: int) -> Tensor:
+        """The same with its columns permuted for a weight that has so many codes in a byte."""
+        return activate_and_permute(self.product, per_byte)
+
 
 class Fp8Product(Product):
     """In 8 bits, for rows that are quantised as the weight is."""
@@ -135,20 +139,8 @@ class Fp8Product(Product):
         return Gates(y) if gated else y
 
 
-class PermutedGates(NamedTuple):
-    """The result of a gated product with its columns permuted for a weight with so many codes in a byte."""
-
-    values: Tensor  # [tokens, width, filled up to a multiple of PADDING]
-    width: int
-    per_byte: int
-
-    def activated(self) -> Tensor:
-        """[tokens, width]."""
-        return self.values[:, permuted_columns(self.width, self.per_byte, self.values.device)]
-
-
 class CodesProduct(Product):
-    """Of codes that become bfloat16: what computes the rows in front of it permutes their columns, too."""
+    """Of codes that become bfloat16, for rows whose columns are permuted by what computes them."""
 
     def __init__(self, weight: QuantisedWeight):
         self.weight, self.per_byte = weight, weight.codes_per_byte
@@ -156,20 +148,20 @@ class CodesProduct(Product):
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return 0 < rows <= MAX_ROWS
 
-    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | PermutedGates:
-        if isinstance(x, PermutedGates) and x.per_byte == self.per_byte:
-            return self._multiply(x.values, bias, gated)
+    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
+        if isinstance(x, Gates):
+            return self._multiply(x.permuted(self.per_byte), bias, gated)
         return self._multiply(permute_k(activated(x), self.per_byte), bias, gated)
 
-    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | PermutedGates:
+    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
         return self._multiply(permuted_rows(stream, self.per_byte), bias, gated)
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
         return PendingAdd(stream.residual(), next_norm, pending_add=self.linear(x, bias))
 
-    def _multiply(self, rows: Tensor, bias: Tensor | None, gated: bool) -> Tensor | PermutedGates:
-        y = linear_codes(rows, self.weight, bias, gated)
-        return PermutedGates(y, self.weight.shape[0] // 2, self.per_byte) if gated else y
+    def _multiply(self, rows: Tensor, bias: Tensor | None, gated: bool) -> Tensor | Gates:
+        y = linear_codes(rows, self.weight, bias)
+        return Gates(y) if gated else y
 
 
 def gemv_products(

@@ -43,7 +43,9 @@ def _bar_maker(use_tqdm: UseBar) -> MakeBar:
     """What makes the progress bar, which may be hidden."""
     is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
     check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    return use_tqdm if callable(use_tqdm) else functools.partial(tqdm, disable=not use_tqdm)
+    if callable(use_tqdm):
+        return use_tqdm
+    return tqdm if use_tqdm else functools.partial(tqdm, disable=True)  # tqdm heeds TQDM_DISABLE by itself
 
 
 no_bar = _bar_maker(False)

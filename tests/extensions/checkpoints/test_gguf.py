@@ -352,9 +352,9 @@ def test_a_matrix_of_a_file_goes_where_the_model_is(tmp_path, stored, monkeypatc
     make_checkpoint(tmp_path, tokenizer=False, **FEW_TOKENS)
     for tensor in placed(open_checkpoint(write_gguf(tmp_path, stored))):
         if len(tensor.shape) == 2:
-            weight = quantised_gguf.GGUF({None: Shard(tensor.shape)})
             with torch.device("meta"):
-                weight.stored["weight"].load(MadeTensor("", "", tensor[...]), Shard(tensor.shape))
+                weight = quantised_gguf.GGUF({None: Shard(tensor.shape)})
+            weight.stored["weight"].load(MadeTensor("", "", tensor[...]), Shard(tensor.shape))
             assert weight.parameters["0"].is_meta
 
 

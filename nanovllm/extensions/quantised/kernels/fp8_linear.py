@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.permute_k import permuted
+from nanovllm.extensions.quantised.kernels.permute_k import column_at
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
@@ -118,6 +118,15 @@ def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> Quantised
     if not use_triton(x.values):
         return quantise_torch(silu_and_mul_torch(x.scaled()) if gated else x.scaled(), group)
     return _launch(x, x.values.shape[1] // (1 + gated), group)[0]
+
+
+def activate_and_permute(x: Tensor | Unscaled, per_byte: int) -> Tensor:
+    """
+    `silu_and_mul` of rows [rows, 2 * width] with its columns permuted for a weight that has so many codes in
+    a byte, where width is a multiple of PADDING. On GPUs alone.
+    """
+    x = Unscaled.of(x)
+    return _launch(x, x.values.shape[1] // 2, None, keep=True, per_byte=per_byte)[2]
 
 
 def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
@@ -225,6 +234,8 @@ def _quantise_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    if PER_BYTE > 0:  # WIDTH is a multiple of PADDING
+        column = column_at(column, PER_BYTE)
     inside = column < WIDTH
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -254,8 +265,6 @@ def _quantise_kernel(
         scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
         value = (value * scale).to(dtype).to(tl.float32) * gain
     if normed is not None:
-        if PER_BYTE > 0:
-            column = permuted(column, PER_BYTE)
-        tl.store(normed + row * WIDTH + column, value, mask=inside)
+        tl.store(normed + row * WIDTH + tl.arange(0, BLOCK), value, mask=inside)
     if codes is not None:
         _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)

@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     store_tile,
 )
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
-from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k, permuted_width
+from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     INT4,
     MXFP4,
@@ -50,7 +50,7 @@ MAX_ROWS = 256  # of layers; for more, converting the weight first is faster
 LINEAR_TILES = {
     16: (Tile(16, 3, BLOCK_N=64, BLOCK_K=256), 4),
     32: (Tile(32, 3, BLOCK_N=64, BLOCK_K=256), 4),
-    64: (Tile(64, 4, BLOCK_N=64), 2),
+    64: (Tile(64, 3, BLOCK_N=64, BLOCK_K=256), 2),
     MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
 }
 MIN_INPUTS = 512  # of a program, where several share them
@@ -71,26 +71,20 @@ def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
     return is_possible and gpu_supports(x.device, 8, 0) and 0 < len(x) <= MAX_ROWS
 
 
-def linear_codes(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None, gated: bool = False
-) -> Tensor:
+def linear_codes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """
     x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights become bfloat16, sums
-    are float32. If gated, the first half of the outputs are gates, the second half is what they multiply, and
-    the result [rows, permuted_width(out / 2)] is permuted as another weight of this kind wants it.
+    are float32.
     """
     rows, (out_features, in_features) = len(x), weight.shape
     tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
     tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
-    width, gates = out_features, {}
-    if gated:
-        width, gates = permuted_width(out_features // 2), dict(top_k=1, next_per_byte=weight.codes_per_byte)
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
     steps = cdiv(in_features, tile.BLOCK_K)
     most = min(num_multiprocessors(x.device) * programs // tiles, in_features // MIN_INPUTS)
     tile = tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
-    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile, **gates))
+    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile))
     return out
 
 
@@ -197,9 +191,8 @@ def _grouped_codes_kernel(
     if not SCALES_SUMS:
         acc = in_order(acc)
     if SIZES.SPLITS > 1:
-        ROWS: tl.constexpr = SIZES.PARTS * SIZES.OUT_FEATURES
-        its_sums = operands.partial + assignment[None, :] * ROWS + row[:, None]
-        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * ROWS
+        its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
+        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
         tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
         tl.debug_barrier()
         counter = operands.counters + tl.program_id(0)

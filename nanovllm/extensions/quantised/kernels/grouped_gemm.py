@@ -103,8 +103,7 @@ class GroupedProduct(NamedTuple):
             num_experts, num_tokens = assignments.shape
         partial, device = None, self.out.device
         if tile.SPLITS > 1:
-            shape = tile.SPLITS, num_tokens, weight.shape[0]
-            partial = torch.empty(shape, dtype=torch.float32, device=device)
+            partial = torch.empty(tile.SPLITS, *self.out.shape, dtype=torch.float32, device=device)
         sizes = Sizes(
             *tile,
             num_experts,

@@ -39,12 +39,6 @@ def permute_k(x: Tensor, per_byte: int) -> Tensor:
     return out
 
 
-def permuted_columns(width: int, per_byte: int, device: torch.device) -> Tensor:
-    """Where `permute_k` puts each of so many columns, int64."""
-    columns = torch.arange(permuted_width(width), device=device).view(1, -1)
-    return permute_k(columns, per_byte)[0].argsort()[:width]
-
-
 @triton.jit
 def _permute_kernel(
     x,
@@ -58,9 +52,22 @@ def _permute_kernel(
 ):
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    column = column_at(place, CODES_PER_BYTE)
     value = masked_load(x + row * x_stride + column, column < IN_FEATURES)
-    tl.store(out + row * WIDTH + permuted(column, CODES_PER_BYTE), value, mask=column < WIDTH)
+    tl.store(out + row * WIDTH + place, value, mask=place < WIDTH)
+
+
+@triton.jit
+def column_at(place, CODES_PER_BYTE: tl.constexpr):
+    """
+    The input that stands at a place when K is permuted. Those who permute gather inputs by it: a warp then
+    reads whole sectors, while one that stored them where they belong would write parts of many.
+    """
+    BLOCK: tl.constexpr = BYTES * CODES_PER_BYTE
+    half, within = place % BLOCK // BYTES, place % BYTES
+    column = within % 8 // 2 * (16 * CODES_PER_BYTE) + half * 16 + within // 8 * 2 + within % 2
+    return tl.max_contiguous(tl.multiple_of(place // BLOCK * BLOCK + column, 2), 2)
 
 
 @triton.jit
