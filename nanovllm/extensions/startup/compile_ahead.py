@@ -232,7 +232,7 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
         if runner.run(short._replace(wanted=wanted)) is None:
             runner.sample({})
     for batch in (short, long):  # some keys are in the cache
-        messages = {"prefix_cache": np.zeros((3, 1), dtype=np.int64)}
+        messages = {"prefix_cache": np.zeros((1, 3), dtype=np.int64)}
         lengths = [length + 1 for length in batch.lens_k]
         runner.run(batch._replace(wanted=0, lens_k=lengths, messages=messages))
     for size, key in [*product(smaller, {False, plan}), (largest, False)]:
