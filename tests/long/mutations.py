@@ -540,7 +540,9 @@ MUTATIONS = [
         ("engine.clear = engine.exit = lambda: None", "engine.exit = lambda: None"),
         ("if name in MISSING_METHODS else", "if False else"),
     ),
-    *mutations_of("nanovllm/extensions/text/llm", ("tqdm, disable=not use_tqdm)", "tqdm, disable=use_tqdm)")),
+    *mutations_of(
+        "nanovllm/extensions/text/llm", ("tqdm if use_tqdm else no_bar", "no_bar if use_tqdm else tqdm")
+    ),
     *mutations_of(
         "nanovllm/extensions/api/engine_args",
         ("cls.__init__.__signature__ = signature.replace(parameters=parameters)", "pass"),
@@ -615,7 +617,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
-        ("return use_tqdm if callable(use_tqdm) else", "return"),
+        ("return use_tqdm if callable(use_tqdm) else tqdm", "return tqdm"),
     ),
     *mutations_of("nanovllm/extensions/api/lm_eval", ("if value is not None}", "if True}")),
     *mutations_of(

@@ -43,12 +43,11 @@ def _bar_maker(use_tqdm: UseBar) -> MakeBar:
     """What makes the progress bar, which may be hidden."""
     is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
     check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    if callable(use_tqdm):
-        return use_tqdm
-    return tqdm if use_tqdm else functools.partial(tqdm, disable=True)  # tqdm heeds TQDM_DISABLE by itself
+    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else no_bar
 
 
-no_bar = _bar_maker(False)
+# What hides it; what shows it leaves that to tqdm, which heeds TQDM_DISABLE.
+no_bar = functools.partial(tqdm, disable=True)
 
 
 class TextLLM(LLMEngine):
