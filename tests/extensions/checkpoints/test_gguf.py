@@ -12,6 +12,7 @@ import pytest
 import regex
 import torch
 import transformers
+from cases import slow
 from forked_ranks import forked_ranks  # noqa: F401
 from gguf_files import byte_level_metadata, metadata_of, placed, write_gguf
 from gguf_packer import decode, encode
@@ -265,7 +266,9 @@ def make_file(folder: Path, architecture: str, mixture: str, seed: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize("architecture, quantisation, seed", [("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)])
+@pytest.mark.parametrize(
+    "architecture, quantisation, seed", [slow("qwen3", "Q4_0", 3), ("llama", "Q8_0", 18)]
+)
 def test_two_ranks_of_a_packed_file_answer_as_one(tmp_path, architecture, quantisation, seed):
     make_checkpoint(tmp_path, architecture, seed, tokenizer=False, **FEW_TOKENS)
     options = dict(device="cpu", dtype="bfloat16", kvcache_block_size=16, num_kvcache_blocks=40)

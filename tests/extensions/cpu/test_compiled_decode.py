@@ -89,6 +89,7 @@ def test_a_packed_matrix_multiplies(bits):
     assert np.array_equal(found, np.broadcast_to(bias, found.shape))
 
 
+@pytest.mark.slow  # Numba compiles in another process
 def test_a_cpu_without_the_instruction_multiplies_too():
     code = "from nanovllm.extensions.cpu import decode, vectors; decode.load_functions(); "
     code += "import sys, pytest; assert not vectors.HAS_DOT; "
