@@ -881,7 +881,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/products",
-        ("rows, stream.normed = stream.normed, None  # which", "rows = stream.normed  # which"),
+        ("rows, stream.normed = stream.normed, None  # for", "rows = stream.normed  # for"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/fp8_linear",

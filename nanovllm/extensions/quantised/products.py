@@ -47,7 +47,7 @@ class PendingAdd(Stream):
 
     def residual(self) -> Tensor:
         if self.pending_add is not None:
-            _normalise(self, self.pending_add, None, True)
+            _normalise(self, None, True)
         return self.x
 
     def normalised(self) -> Tensor:
@@ -55,15 +55,18 @@ class PendingAdd(Stream):
         return super().normalised()
 
 
+def _can_normalise(stream: Stream) -> bool:
+    """Whether the norm is still to be computed, and this rank has all that it needs."""
+    if getattr(stream, "pending_add", None) is not None:
+        return True
+    return stream.is_untouched and stream.norm.group.size == 1
+
+
 def _normalise(
-    stream: Stream,
-    pending_add: Tensor | Unscaled | None,
-    scale_group: int | None,
-    keep: bool,
-    per_byte: int = 0,
+    stream: Stream, scale_group: int | None, keep: bool, per_byte: int = 0
 ) -> QuantisedRows | None:
     """The addition if there is one, the norm, and unless scale_group is None its codes, by one kernel."""
-    inputs = stream.x, None
+    inputs, pending_add = (stream.x, None), getattr(stream, "pending_add", None)
     if pending_add is not None:
         inputs, stream.pending_add = (pending_add, stream.x), None
     norm = stream.norm.weight, stream.norm.eps
@@ -73,11 +76,10 @@ def _normalise(
 
 def permuted_rows(stream: Stream, per_byte: int) -> Tensor:
     """norm(x) with its columns permuted for a weight that has so many codes in a byte."""
-    pending_add = getattr(stream, "pending_add", None)
-    if pending_add is None and (not stream.is_untouched or stream.norm.group.size > 1):
+    if not _can_normalise(stream):
         return permute_k(stream.normalised(), per_byte)
-    _normalise(stream, pending_add, None, True, per_byte)
-    rows, stream.normed = stream.normed, None  # which is for all that ask
+    _normalise(stream, None, True, per_byte)
+    rows, stream.normed = stream.normed, None  # for others it would be in the wrong order
     return rows
 
 
@@ -86,10 +88,9 @@ def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> Quan
     norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
     `normalised` will be asked for, too.
     """
-    pending_add = getattr(stream, "pending_add", None)
-    if pending_add is None and (not stream.is_untouched or stream.norm.group.size > 1):
+    if not _can_normalise(stream):
         return quantise(stream.normalised(), scale_group)
-    return _normalise(stream, pending_add, scale_group, keep)
+    return _normalise(stream, scale_group, keep)
 
 
 class Gates(NamedTuple):

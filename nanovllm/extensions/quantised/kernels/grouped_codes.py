@@ -57,8 +57,8 @@ MIN_INPUTS = 512  # of a program, where several share them
 
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """In the first product of experts, which has top_k, x is permuted here; in others it must be already."""
-    x = permute_k(x, weight.codes_per_byte) if product.top_k and product.sorted else x
+    """With top_k x is permuted for the product, without it x must be already."""
+    x = permute_k(x, weight.codes_per_byte) if product.top_k else x
     inputs = x, weight.tensors(torch.uint8), x.stride(0)
     changes = fewer_stages(x.device)
     product.launch(_grouped_codes_kernel, weight, inputs, weight.constants, **changes)

@@ -65,7 +65,7 @@ class Operands(NamedTuple):
     weights: Tensor | None
     out: Tensor
     partial: Tensor | None  # float32 [splits, tokens, out features]
-    counters: Tensor | None
+    counters: Tensor | None  # int32, of arrivals at each tile
 
 
 class GroupedProduct(NamedTuple):
@@ -96,14 +96,16 @@ class GroupedProduct(NamedTuple):
         """The kernel gets these inputs and constants besides; `changes` are of the tile."""
         tile, parts, width = self.tile._replace(**changes), 2 if self.top_k else 1, self.out.shape[1]
         if self.sorted is None:
-            num_tokens, num_experts = len(self.out), 1
-            table, max_tiles = None, cdiv(num_tokens, tile.BLOCK_M)
+            assignments = table = None
+            num_experts, num_tokens = 1, len(self.out)
+            max_tiles = cdiv(num_tokens, tile.BLOCK_M)
         else:
             assignments, table, max_tiles = self.sorted
             num_experts, num_tokens = assignments.shape
-        partial, device = None, self.out.device
+        partial, counters, device = None, None, self.out.device
         if tile.SPLITS > 1:
             partial = torch.empty(tile.SPLITS, *self.out.shape, dtype=torch.float32, device=device)
+            counters = runtime.arrival_counters(device)
         sizes = Sizes(
             *tile,
             num_experts,
@@ -119,15 +121,7 @@ class GroupedProduct(NamedTuple):
         )
         kernel[(max_tiles * sizes.BLOCKS, tile.SPLITS)](
             *inputs,
-            Operands(
-                self.bias,
-                None if table is None else assignments,
-                table,
-                self.weights,
-                self.out,
-                partial,
-                None if partial is None else runtime.arrival_counters(device),
-            ),
+            Operands(self.bias, assignments, table, self.weights, self.out, partial, counters),
             num_tokens,
             **constants or {},
             SIZES=sizes,

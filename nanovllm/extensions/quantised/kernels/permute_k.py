@@ -61,8 +61,8 @@ def _permute_kernel(
 @triton.jit
 def column_at(place, CODES_PER_BYTE: tl.constexpr):
     """
-    The input that stands at a place when K is permuted. Those who permute gather inputs by it: a warp then
-    reads whole sectors, while one that stored them where they belong would write parts of many.
+    The input that stands at a place when K is permuted. Who permutes a whole row gathers its inputs by this:
+    a warp then reads whole sectors of memory, where storing by `permuted` writes parts of many.
     """
     BLOCK: tl.constexpr = BYTES * CODES_PER_BYTE
     half, within = place % BLOCK // BYTES, place % BYTES
