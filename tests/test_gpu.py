@@ -251,7 +251,7 @@ def test_other_threads_may_use_the_device_while_graphs_are_captured(checkpoint):
     with LLM(checkpoint) as llm:
         other.start()
         results = [llm.generate(make_prompts(count), GREEDY, use_tqdm=False) for count in range(3, 40, 4)]
-        assert sum(map(bool, llm.model_runner.decoded.values())) > 5
+        assert len(llm.model_runner.decoded) > 5
     ended.set()
     other.join()
     assert not errors, errors

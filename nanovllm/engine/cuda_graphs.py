@@ -52,8 +52,8 @@ class CudaGraphs:
     def capture(self, step: Step, in_two: bool) -> Step:
         """
         Record a step: in one graph, or in two, between which the host does something. Returns a step that
-        does the same, but what it computes overwrites that of the last time. `step` must have run before: a
-        capture cannot create handles or compile kernels.
+        does the same, but what it computes overwrites that of the last time. The GPU computes what was
+        enqueued before meanwhile. Memory that is to outlast the graph is taken `on_default_stream`.
         """
         first, result = self._record(step if in_two else lambda: step()())
         second = None
@@ -76,9 +76,14 @@ class CudaGraphs:
         stream = capture_stream(self.device)
         self._pool = None  # a pool in which a capture has failed cannot be used again
         try:
-            # Other threads of the user's program may go on using the device.
-            with capture_lock, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                result = step()
+            with capture_lock, torch.cuda.stream(stream):
+                torch.cuda.empty_cache()  # which a capture could not do if it needed more memory
+                # Relaxed: kernels may be loaded, and other threads may go on using the device.
+                graph.capture_begin(pool, capture_error_mode="relaxed")
+                try:
+                    result = step()
+                finally:
+                    graph.capture_end()
         except torch.AcceleratorError as error:
             # A failed capture leaves torch's generator in the state of a capture, in which it cannot draw.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -24,7 +24,7 @@ from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
 from nanovllm.engine.slots import DeviceSlots, SlotLayout, to_device
 from nanovllm.kernels.decode_inputs import DecodeInputs, decode_inputs
-from nanovllm.kernels.runtime import HAVE_TRITON
+from nanovllm.kernels.runtime import HAVE_TRITON, on_default_stream
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingStep, selected
 from nanovllm.utils.context import reset_context, set_context
@@ -95,14 +95,11 @@ class ModelRunner:
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         self.graphs = CudaGraphs(self.device) if has_kernels and not config.enforce_eager else None
         self.unsampled: tuple[Draw, Batch] | None = None  # what draws the step that waits for the host
-        # The kinds of decode steps that have run, and their recordings as far as there are any.
-        self.decoded: dict[Kind, Callable[[], Draw] | None] = {}
+        self.decoded: dict[Kind, Callable[[], Draw]] = {}  # what runs the kinds of steps there have been
 
     def on_device(self) -> contextlib.AbstractContextManager:
-        """Work on this runner's GPU and its default stream, whatever the user's thread works on."""
-        if self.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.default_stream(self.device))
+        """Work on this runner's GPU, whatever the user's thread works on."""
+        return on_default_stream(self.device)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method on this rank; on rank 0, on every rank. Returns its result on this one."""
@@ -195,14 +192,11 @@ class ModelRunner:
         if self.graphs is not None:
             size = next(each for each in self.graph_sizes if each >= size)
         kind = size, batch.plan_key, batch.wanted
-        if self.graphs is not None and kind in self.decoded:
-            if self.decoded[kind] is None:
-                self.capture_cudagraph(kind)
-            return self.decoded[kind]()
         if not self.decoded:
             self.notify("before_first_decode")
-        self.decoded[kind] = None
-        return self.decode_step(kind)
+        if kind not in self.decoded:
+            self.decoded[kind] = self.capture_cudagraph(kind)
+        return self.decoded[kind]()
 
     def decode_step(self, kind: Kind) -> Draw:
         """Like `forward`. Depends on the device's memory alone, so that it can be captured."""
@@ -278,8 +272,10 @@ class ModelRunner:
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 
-    def capture_cudagraph(self, kind: Kind) -> None:
-        """Record a kind of decode step that has run once. Done when it comes again: starting is quick."""
-        *_, wanted = kind
-        in_two = bool(wanted & self.waiting)
-        self.decoded[kind] = self.graphs.capture(partial(self.decode_step, kind), in_two)
+    def capture_cudagraph(self, kind: Kind) -> Callable[[], Draw]:
+        """
+        What runs a kind of decode step: a recording, if there are graphs. Made when it is first met, so that
+        starting is quick.
+        """
+        step, (*_, wanted) = partial(self.decode_step, kind), kind
+        return step if self.graphs is None else self.graphs.capture(step, bool(wanted & self.waiting))

@@ -4,6 +4,7 @@ A kernel file can be imported without Triton and without a GPU. Without Triton, 
 the decorated functions exist, and nothing calls them.
 """
 
+import contextlib
 import functools
 import os
 from types import SimpleNamespace
@@ -95,17 +96,25 @@ def empty_padded(rows: int, width: int, like: Tensor) -> Tensor:
     return like.new_empty(cdiv(rows, ROW_PADDING) * ROW_PADDING, width)[:rows]
 
 
+def on_default_stream(device: torch.device) -> contextlib.AbstractContextManager:
+    """
+    Work there, whatever the thread works on. While another stream is recorded as a CUDA graph, this computes
+    at once, in memory that is not the graph's: for what is made once and kept.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.default_stream(device))
+
+
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
     """Counters, all 0, for programs that compute one result together.
 
     Each program adds 1 after it has stored its part. The last one to arrive combines the parts and sets the
-    counter back to 0. They are allocated once per device, and never during a graph capture: memory allocated
-    then would belong to that graph.
+    counter back to 0. They are allocated once per device.
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "a kernel must have run once before it is captured"
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+    with on_default_stream(device):
+        return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit

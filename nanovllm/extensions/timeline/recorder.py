@@ -63,7 +63,7 @@ class Recorder(Observer):
         self.cut = ""
         self.num_blocks = self.block_size = 0
         self.in_flight: list[tuple[Any, RecordedStep]] = []
-        self.decoded = 0, 0  # kinds of decode steps that have run, and that were recorded
+        self.num_recordings = 0
         self.kinds: set[bool] = set()  # of steps that have run: whether a prefill
         self.hits: dict[int, int] = {}  # by seq_id, tokens found at an admission, until its step is launched
         self.num_computed = 0
@@ -176,15 +176,13 @@ class Recorder(Observer):
         return "warm-up" if is_first else ""
 
     def mark_capture(self) -> None:
-        """See whether the step before this one was the first of its kind, or was recorded as a CUDA graph."""
+        """See whether the step before this one was recorded as a CUDA graph."""
         runner = self.engine.model_runner
         if getattr(runner, "graphs", None) is None:
             return
-        recordings = runner.decoded.values()
-        found = len(recordings), sum(recording is not None for recording in recordings)
-        if self.steps and found != self.decoded:
-            self.steps[-1].special = "capture" if found[1] > self.decoded[1] else "first of its kind"
-        self.decoded = found
+        if self.steps and len(runner.decoded) > self.num_recordings:
+            self.steps[-1].special = "capture"
+        self.num_recordings = len(runner.decoded)
 
     def record_progress(self, number: int, seq: Sequence, is_prefill: bool) -> None:
         if (known := self.sequences.get(seq.seq_id)) is None:

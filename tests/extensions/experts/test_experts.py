@@ -369,7 +369,9 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
     dtype = on(device, torch.bfloat16, torch.float32)
     for num_experts, hidden, width in on(device, QUANTISED_SIZES, [(2, 160, 32)]):
         weights = make_quantised_experts(name, num_experts, hidden, width, device, has_bias)
-        for rows, top_k in on(device, [(1, 1), (3, 3), (8, 2), (40, 5), (150, 4), (512, 2)], [(5, 1)]):
+        all_tiles = [(1, 1), (3, 3), (8, 2), (40, 5), (150, 4), (512, 2)]
+        sizes = all_tiles if num_experts == 8 else [(3, 3), (40, 5)]
+        for rows, top_k in on(device, sizes, [(5, 1)]):
             x = rand(rows, 2 * hidden, device=device, dtype=dtype)[:, :hidden]
             chosen = choose(rows, top_k, num_experts, device)
             for is_prefill in on(device, [False, True], [False]):

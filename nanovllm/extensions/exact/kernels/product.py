@@ -48,12 +48,13 @@ def library_agrees(rows: int, shape: tuple[int, int], dtype: torch.dtype, device
     Whether the library's product of so many rows and a weight of this shape has the bits of `multiply`. Found
     out when first asked for, which takes as long as some layers' products.
     """
-    x, weight = (torch.empty(size, shape[1], dtype=dtype, device=device) for size in (rows, shape[0]))
-    if runtime.compiling_for is None:  # else nothing is computed
-        generator = torch.Generator(device).manual_seed(0)
-        x.normal_(generator=generator)
-        weight.normal_(generator=generator)
-    return torch.equal(F.linear(x, weight), multiply(x, weight))
+    with runtime.on_default_stream(device):
+        x, weight = (torch.empty(size, shape[1], dtype=dtype, device=device) for size in (rows, shape[0]))
+        if runtime.compiling_for is None:  # else nothing is computed
+            generator = torch.Generator(device).manual_seed(0)
+            x.normal_(generator=generator)
+            weight.normal_(generator=generator)
+        return torch.equal(F.linear(x, weight), multiply(x, weight))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:

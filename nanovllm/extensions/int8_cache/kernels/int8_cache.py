@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, on_default_stream, tl, triton
 
 SCALE_BYTES = 4  # of a key and a value
 BIAS = 128
@@ -48,10 +48,11 @@ def hadamard_rotate(x: Tensor) -> Tensor:
 
 @functools.cache
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    return matrix / size**0.5
+    with on_default_stream(device):
+        matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+        return matrix / size**0.5
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from nanovllm.kernels.runtime import (
     gpu_properties,
     masked_load,
     next_power_of_2,
+    on_default_stream,
     overlap_options,
     tl,
     triton,
@@ -103,10 +104,9 @@ def fp8_linear(
 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
-    """1, float32. As with `runtime.arrival_counters`, memory allocated during a capture would not last."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "a product must have run once before it is captured"
-    return torch.ones((), dtype=torch.float32, device=device)
+    """1, float32."""
+    with on_default_stream(device):
+        return torch.ones((), dtype=torch.float32, device=device)
 
 
 def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> QuantisedRows:
