@@ -62,7 +62,7 @@ class KVCache:
         for page, layers in self.groups.items():
             # Zeros, since a page that was never written may be read under a mask, where a NaN would survive.
             shape, dtype = (self.layout.planes, len(layers), num_blocks, *page), self.layout.dtype
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and num_blocks:  # numpy gives an array without elements no strides
                 # Only mapped: it takes room page by page as it is written.
                 pages = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
             else:

@@ -252,7 +252,9 @@ def test_layers_with_other_heads_have_a_cache_of_their_own(dtype, token_bytes):
     layers = [Attention(4, head_dim, 1.0, heads) for heads, head_dim in ((2, 16), (1, 32), (2, 16))]
     layout = Int8Layout() if dtype == "int8" else CacheLayout(torch.float32)
     cache = KVCache(config, layers, torch.device("cpu"), layout)
+    strides = [layer.k_cache.stride() for layer in layers]  # kernels are compiled for them ahead
     cache.allocate(6)
+    assert [layer.k_cache.stride() for layer in layers] == strides
     assert cache.block_bytes == 16 * token_bytes == sum(pages.nbytes for pages in cache.pages) // 6
     assert [page.data_ptr() for page in (layers[0].k_cache, layers[2].k_cache)] == [
         pages.data_ptr() for pages in cache.pages[0][0]

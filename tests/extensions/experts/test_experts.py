@@ -335,10 +335,16 @@ def rounded_mixture(x, weights, chosen):
         else bias.unflatten(0, (weights.num_experts, -1))[experts]
         for bias in (floats.gate_up_bias, floats.down_bias)
     ]  # fmt: skip
-    pairs = range(len(experts))
-    y = torch.stack([gate_up[experts[pair]] @ x[pair // top_k] for pair in pairs]) + biases[0]
+
+    def multiply(matrices, x):
+        y = x.new_empty(len(experts), matrices.shape[1])
+        for expert, matrix in enumerate(matrices):
+            y[experts == expert] = x[experts == expert] @ matrix.T
+        return y
+
+    y = multiply(gate_up, x.repeat_interleave(top_k, 0)) + biases[0]
     gated = as_quantised(activate_torch(y, weights.is_clamped).bfloat16(), weights.down.group)
-    y = torch.stack([down[experts[pair]] @ gated[pair] for pair in pairs]) + biases[1]
+    y = multiply(down, gated) + biases[1]
     return y.unflatten(0, (-1, top_k)) * chosen.weights[..., None]
 
 
