@@ -370,6 +370,9 @@ MUTATIONS = [
         ("max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))", "MAX_LEXERS"),
     ),
     *mutations_of(
+        "kv_cache", ('if self.device.type == "cpu" and num_blocks:', 'if self.device.type == "cpu":')
+    ),
+    *mutations_of(
         "model_runner",
         ("            part.reset()", "            pass"),
         ("kind = size, batch.plan_key, batch.wanted", "kind = size, batch.plan_key, 0"),

@@ -188,7 +188,8 @@ def _compile_part(
         compile_kernel, numbers = triton.JITFunction.run, {}
 
         def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            number = numbers.setdefault((kernel.__name__, *options.items()), len(numbers))
+            dtypes = [getattr(arg, "dtype", None) for arg in args]
+            number = numbers.setdefault((kernel.__name__, *dtypes, *options.items()), len(numbers))
             if number % num_parts == part and (rank == 0 or "RANK" in options):
                 compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
                 driver.launcher_cls(compiled.src, compiled.metadata)  # in some versions a C program
