@@ -73,11 +73,11 @@ class CudaGraphs:
 
     def _record(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, pool = torch.cuda.CUDAGraph(), self._pool
-        stream = capture_stream(self.device)
         self._pool = None  # a pool in which a capture has failed cannot be used again
         try:
-            with capture_lock, torch.cuda.stream(stream):
-                torch.cuda.empty_cache()  # which a capture could not do if it needed more memory
+            with capture_lock, torch.cuda.stream(capture_stream(self.device)):
+                if torch.cuda.mem_get_info(self.device)[0] < RESERVED_BYTES:
+                    torch.cuda.empty_cache()  # which a capture cannot do, and which waits for the device
                 # Relaxed: kernels may be loaded, and other threads may go on using the device.
                 graph.capture_begin(pool, capture_error_mode="relaxed")
                 try:

@@ -207,9 +207,10 @@ class LLMEngine:
         Finish a step whose sampling has waited for what logits processors make of all tokens before. On a GPU
         its forward pass runs meanwhile.
         """
-        wanted = selected(self.parts.logits_processors, step.batch.wanted)
-        messages = {each.name: each.host_input(step.sequences) for each in wanted}
-        step.output = self.model_runner.call("sample", messages)
+        processors = selected(self.parts.logits_processors, step.batch.wanted)
+        step.output = self.model_runner.call(
+            "sample", {each.name: each.host_input(step.sequences) for each in processors}
+        )
 
     def _collect(self, step: Step) -> None:
         """Wait for a step's tokens, and end the sequences that end with them."""

@@ -18,7 +18,7 @@ from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, get_graph_sizes
+from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, Step, get_graph_sizes
 from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
@@ -95,7 +95,7 @@ class ModelRunner:
         has_kernels = HAVE_TRITON and self.device.type == "cuda" and config.attention_backend != "torch"
         self.graphs = CudaGraphs(self.device) if has_kernels and not config.enforce_eager else None
         self.unsampled: tuple[Draw, Batch] | None = None  # what draws the step that waits for the host
-        self.decoded: dict[Kind, Callable[[], Draw]] = {}  # what runs the kinds of steps there have been
+        self.decoded: dict[Kind, Step] = {}  # what runs the kinds of steps there have been
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Work on this runner's GPU, whatever the user's thread works on."""
@@ -192,10 +192,8 @@ class ModelRunner:
         if self.graphs is not None:
             size = next(each for each in self.graph_sizes if each >= size)
         kind = size, batch.plan_key, batch.wanted
-        if not self.decoded:
-            self.notify("before_first_decode")
         if kind not in self.decoded:
-            self.decoded[kind] = self.capture_cudagraph(kind)
+            self.capture_cudagraph(kind)
         return self.decoded[kind]()
 
     def decode_step(self, kind: Kind) -> Draw:
@@ -241,8 +239,7 @@ class ModelRunner:
         """What the slots say of the step, for which each counts one token more from now on."""
         inputs = decode_inputs(slots, self.slots.inputs, self.config.kvcache_block_size)
         processors = selected(self.parts.logits_processors, wanted)
-        numbers = inputs.temperatures, inputs.seeds, inputs.context_lens
-        return inputs, SamplingStep(slots, *numbers, processors)
+        return inputs, SamplingStep(slots, inputs.temperatures, inputs.seeds, inputs.context_lens, processors)
 
     def run_model(self, input_ids: Tensor, positions: Tensor, step: SamplingStep) -> Draw:
         """From token ids to the logits after them; what is returned draws. Ends the context that was set."""
@@ -272,10 +269,12 @@ class ModelRunner:
         self.slots.inputs.tokens.index_put_((step.slots,), tokens.int())
         return StepOutput(tokens, step.told)
 
-    def capture_cudagraph(self, kind: Kind) -> Callable[[], Draw]:
-        """
-        What runs a kind of decode step: a recording, if there are graphs. Made when it is first met, so that
-        starting is quick.
-        """
-        step, (*_, wanted) = partial(self.decode_step, kind), kind
-        return step if self.graphs is None else self.graphs.capture(step, bool(wanted & self.waiting))
+    @torch.inference_mode()
+    def capture_cudagraph(self, kind: Kind) -> None:
+        """Record a kind of decode step, if there are graphs. Done when it is needed: starting is quick."""
+        if not self.decoded:
+            self.notify("before_first_decode")
+        step = partial(self.decode_step, kind)
+        if self.graphs is not None:
+            step = self.graphs.capture(step, bool(kind[2] & self.waiting))
+        self.decoded[kind] = step

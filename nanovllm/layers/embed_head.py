@@ -53,8 +53,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         """
         step = get_context()
         if step.is_prefill:
-            last = step.cu_seqlens_q[1:] - 1
-            hidden_states = hidden_states[last]
+            hidden_states = hidden_states[step.cu_seqlens_q[1:] - 1]
         return self.logits(hidden_states)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return add_rms_norm(x, None, self.weight, self.eps)[0]
-        return self.group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+        add = self.group.all_reduce_add_rms_norm if self.group.size > 1 else add_rms_norm
+        return add(x, residual, self.weight, self.eps)
 
 
 @dataclass

@@ -48,8 +48,7 @@ class Shard:
     def load(self, param: Tensor, loaded: Any) -> None:
         """Copy it into the layer's own matrix, or bias."""
         dims = param.dim()
-        cut = (self.rows, self.columns)[:dims]
-        default_weight_loader(param[self.place], loaded, cut, self.shape[:dims])
+        default_weight_loader(param[self.place], loaded, (self.rows, self.columns)[:dims], self.shape[:dims])
 
 
 def activated(x: Any) -> Tensor:

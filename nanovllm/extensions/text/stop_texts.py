@@ -8,6 +8,8 @@ from nanovllm.extensions.text.results import GrowingText
 
 
 class StopTexts(Observer):
+    """Steps call it only while a request has stop texts."""
+
     def __init__(self) -> None:
         self.texts: dict[Sequence, GrowingText] = {}  # of those that have stop texts
 
@@ -18,10 +20,13 @@ class StopTexts(Observer):
         for seq in sequences:
             if seq.request.params.stop:
                 self.texts[seq] = GrowingText(self.engine.tokenizer, seq)
+                self.after_step = self.find_stops
 
-    def after_step(self, step: Any) -> None:
+    def find_stops(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
-        for seq in step.drawing if self.texts else ():
+        if not self.texts:
+            del self.after_step
+        for seq in step.drawing:
             if seq not in self.texts:
                 continue
             try:
