@@ -7,14 +7,12 @@ import random
 import pytest
 import recorded_graphs
 import torch
-from engines import assert_empty, observer_of, tokens_of
+from engines import assert_empty, tokens_of
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.memory import largest_batch
 from nanovllm.extensions.prefixes import planner
-from nanovllm.extensions.startup import capture_ahead
-from nanovllm.extensions.startup.compile_ahead import CompileAhead
 from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 
 WORDS = StructuredOutputsParams(regex="([a-z][0-9])*")
@@ -152,28 +150,3 @@ def test_the_largest_steps_of_the_warm_up_leave_nothing_behind(folder, expected,
             runner.decode_step((16, runner.backend.largest_plan, wanted))()
         runner.slots.reset()
         assert told(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == told(expected)
-
-
-def test_during_long_prefills_the_sizes_that_the_batch_will_have_are_recorded(folder, monkeypatch):
-    """One for each of these steps, the smallest first, each once; and results are those of the plain loop."""
-    monkeypatch.setattr(capture_ahead, "MIN_TOKENS", 40)
-    prompts = [[i, *range(20, 40)] for i in range(12)]
-    params = [SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True) for i in range(12)]
-    with LLM(folder, **EXACT, num_kvcache_blocks=300) as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
-    llm, _ = make(folder, monkeypatch, max_num_batched_tokens=45, enable_prefix_caching=False)
-    with llm:
-        observer_of(llm, CompileAhead).started(llm)
-        recorded = []  # at each step: running sequences, and sizes
-
-        def watch(*args, **kwargs):
-            recorded.append((len(llm.scheduler.running), [size for size, *_ in llm.model_runner.decoded]))
-            return call(*args, **kwargs)
-
-        call = llm.model_runner.run
-        monkeypatch.setattr(llm.model_runner, "run", watch)
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == tokens_of(expected)
-        # 2 prompts of 21 tokens a step. A step is launched before what it comes behind is looked after.
-        assert recorded[:5] == [(2, []), (4, []), (6, [1]), (8, [1, 2]), (10, [1, 2, 4])]
-        assert {size for size, *_ in llm.model_runner.decoded} == {1, 2, 4, 8, 16}
-        assert_empty(llm)

@@ -370,12 +370,6 @@ MUTATIONS = [
         ("max(1, min(MAX_LEXERS, int(MAX_SECONDS / seconds)))", "MAX_LEXERS"),
     ),
     *mutations_of(
-        "nanovllm/extensions/startup/capture_ahead",
-        ("newest.num_tokens < MIN_TOKENS", "newest.num_tokens > MIN_TOKENS"),
-        ("if (size, False, wanted) not in runner.decoded", "if True"),
-        ("missing[0]", "missing[-1]"),
-    ),
-    *mutations_of(
         "kv_cache", ('if self.device.type == "cpu" and num_blocks:', 'if self.device.type == "cpu":')
     ),
     *mutations_of(

@@ -32,7 +32,6 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.cuda_graphs import get_graph_sizes
 from nanovllm.engine.interfaces import Observer
 from nanovllm.engine.memory import largest_batch
-from nanovllm.extensions.startup.capture_ahead import capture_ahead
 from nanovllm.kernels import runtime
 from nanovllm.kernels.prefill_attention import SHORT_QUERIES
 from nanovllm.kernels.runtime import triton
@@ -91,10 +90,6 @@ class CompileAhead(Observer):
                 return
             reported = len(os.read(self._reports, missing))
             missing = missing - reported if reported else 0  # 0: all have ended
-
-    def started(self, engine: Any) -> None:
-        if engine.model_runner.graphs is not None:
-            self.after_step = functools.partial(capture_ahead, engine)
 
     def before_first_decode(self) -> None:
         """Wait until all is compiled, or it takes too long."""
