@@ -386,7 +386,10 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
                 got = run_grouped(x, weights, chosen, is_prefill)
                 assert got.dtype == dtype
                 if kernels in (moe.FP8, moe.FP8_BLOCKS):
-                    assert error(got, rounded_mixture(x, weights, chosen)) < 2e-2
+                    expected = rounded_mixture(x, weights, chosen)
+                    # The last bits of a sum may decide a row's largest gated value, and so its scale and how
+                    # all of the row is rounded to 8 bits.
+                    assert (got - expected).norm() < 4e-2 * expected.norm()
                 else:  # in bricks inputs are rounded as to bfloat16
                     limit = tolerance(torch.bfloat16 if "bricks" in name else dtype)
                     if "offsets" in name and dtype == torch.bfloat16:  # rounded alike for a whole group
