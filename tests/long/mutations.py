@@ -799,6 +799,7 @@ MUTATIONS = [
         ("following = sums_scales + (start + STEP) // GROUP", "following = sums_scales + start // GROUP"),
         ("codes = _multiply_add(codes, scale, offset)", "codes = codes * scale"),
         ("offset = _expand(next_shift.to(low.dtype))", "pass"),
+        ("shift = masked_load(scales + place + 16 // GROUP, is_there)", "shift = scale"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
         ("        tl.store(counter, 0)", "        pass"),
         ("start = begin + step * STEP", "start = step * STEP"),
@@ -815,6 +816,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/experts/kernels/gemv_codes",
         ("row % ROWS * SIZES.BRICK_PIECES", "row % ROWS"),
+        ("zero = masked_load(scales + place + HIGH, inside)", "zero = scale"),
         ("share = masked_load(weights + place, is_piece)[:, :, :, None]", "share = None"),
         ("added *= masked_load(weights", "added = masked_load(weights"),
     ),
@@ -863,8 +865,9 @@ MUTATIONS = [
             "grid = grid[rows.start // height : cdiv(rows.stop, height)]",
             "grid = grid[: cdiv(rows.stop, height)]",
         ),
-        ("return self.shape[1] % unit == 0 and self.group % unit == 0", "return self.shape[1] % unit == 0"),
-        ("return self.shape[1] % unit == 0 and self.group % unit == 0", "return self.group % unit == 0"),
+        ("self.shape[1] % unit == 0 and self.group % group_unit == 0", "self.shape[1] % unit == 0"),
+        ("self.shape[1] % unit == 0 and self.group % group_unit == 0", "self.group % group_unit == 0"),
+        ("scale = masked_load(scales + place + 16 // GROUP, inside).to(tl.float32)", "pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/multiply_words",
@@ -881,6 +884,7 @@ MUTATIONS = [
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
         ("out_feature = _out_feature(place, out_features // PARTS, PARTS)", "out_feature = place"),
         ("8, 9 if weight.is_fp8 else 0", "8, 0"),
+        ("zero = masked_load(scales + place + 16 // GROUP, is_real)", "zero = scale"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/products",
@@ -939,6 +943,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/nf4",
         ("0x45003d35", "0xba003d35"),
+        ("0xc4c0bc80", "0xc4bcc080"),
         ("0x92063280, 0xe27c25a3, place", "0x92063280, 0xe27c25a3, opposite"),
         ("prmt.b32 $1, low, high, 0x6240", "prmt.b32 $1, low, high, 0x7351"),
     ),
@@ -946,7 +951,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/fp4",
         ("torch.mul if self.source == MODELOPT else", "torch.mul if True else"),
         ("        self.factors.fill_(1)\n", ""),
-        ("else scales) / 2", "else scales)"),
+        ("(1 - code // 8) * 4", "code // 8 * 4"),
         ("(scales - 127).exp2()", "(scales - 126).exp2()"),
         ("self.factors[shard.place] = factor", "self.factors[:] = factor"),
         ("0 < factor < torch.inf", "0 <= factor"),

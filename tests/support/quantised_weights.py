@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, pack
+from nanovllm.extensions.quantised.kernels.quantised_weight import FP4_TABLE, NF4_TABLE, QuantisedWeight, pack
 
 # Kind of code; rows and inputs of a tile, 0 for all of them; what is subtracted or added besides.
 FORMATS = {
@@ -22,6 +22,8 @@ FORMATS = {
     "int4, groups of 64 with zeros": ("int4", (1, 64), "zeros"),
     "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
     "nf4": ("nf4", (1, 64), None),
+    "fp4, groups of 16": ("fp4", (1, 16), None),
+    "fp4, groups of 32": ("fp4", (1, 32), None),
 }
 
 
@@ -46,4 +48,4 @@ def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -
     scales = ((torch.rand(grid) + 0.5) / 100).to(device)
     zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
     weight = QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
-    return weight._replace(is_nf4=kind == "nf4")
+    return weight._replace(table={"nf4": NF4_TABLE, "fp4": FP4_TABLE}.get(kind, 0))

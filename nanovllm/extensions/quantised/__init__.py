@@ -14,7 +14,7 @@ by the rows of x that a GPU multiplies in bfloat16:
 | fp8, a scale a row | bytes, e4m3 | | sums | gemv | 8 bits | 8 bits |
 | fp8, blocks | bytes, e4m3 | | sums of 128 inputs | gemv | 8 bits | 8 bits |
 | int8, a scale a row | bytes, signed | zeros | sums | gemv | codes | converted |
-| NVFP4, MXFP4 by compressed-tensors | bytes, twice the number | | values | gemv | codes | converted |
+| NVFP4, MXFP4 by compressed-tensors | halves, places in a table | | values | gemv | codes | converted |
 | int8 in groups, GPTQ with 8 bits | bytes, signed | zeros | values | gemv | codes | converted |
 | int4, GPTQ, AWQ | halves of bytes | zeros, or 8 | values | gemv | codes | converted |
 | nf4 of bitsandbytes | halves, places in a table | | values | gemv | codes | converted |

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.extensions.quantised.integers import BITSANDBYTES, Int8
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE, QuantisedWeight
 from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight, nearest
 from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
@@ -63,7 +63,7 @@ class NF4(ScaledWeight):
 
     @property
     def quantised(self) -> QuantisedWeight:
-        return super().quantised._replace(is_nf4=True)
+        return super().quantised._replace(table=NF4_TABLE)
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""

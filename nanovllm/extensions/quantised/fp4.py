@@ -1,8 +1,8 @@
 """Weights in 4-bit floating point (e2m1): NVFP4 and MXFP4.
 
 NVFP4 has a scale in e4m3 for 16 inputs and a factor for the matrix, MXFP4 a power of two (e8m0) for 32
-inputs. Of compressed-tensors and modelopt, twice the number of a code is kept: that is an integer, and
-kernels have 8-bit codes for any group of 16. Experts in MXFP4, of gpt-oss and of GGUF files, keep their
+inputs. Of compressed-tensors and modelopt, codes become places in a table whose numbers are looked up as
+those of nf4, and scales are kept times the factor. Experts in MXFP4, of gpt-oss and of GGUF files, keep their
 codes, for kernels of their own. Source: OCP's Microscaling Formats specification.
 """
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     E2M1,
+    FP4_TABLE,
     HALF,
     QuantisedWeight,
     in_bricks,
@@ -33,19 +35,22 @@ GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
 NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
 OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
-NUMBERS = E2M1 + [-number for number in E2M1]  # by their codes
-TWICE = torch.tensor([2 * number for number in NUMBERS], dtype=torch.int8)
+# Where the number of each code stands in FP4_NUMBERS.
+ORDER = torch.tensor([code % 2 * 8 + (1 - code // 8) * 4 + code % 8 // 2 for code in range(16)])
 
 
 class Fp4(ScaledWeight):
-    """`weight` int8 [out, in], twice the codes' numbers; `scales` float32, half of the checkpoint's."""
+    """`weight` uint8 [out, in / 2], codes in the order of FP4_NUMBERS; `scales` times the matrix's factor."""
 
-    code_dtype, kept_codes = torch.int8, TWICE
+    code_dtype, kept_codes = torch.uint8, ORDER
     packing = Packing(torch.uint8, 4)
-    lowest, highest = -12.0, 12.0
+    lowest, highest = -6.0, 6.0
 
     def __init__(self, shards: dict[Any, Shard], source: str):
+        is_bf16 = torch.get_default_dtype() == torch.bfloat16
+        self.scale_dtype = torch.bfloat16 if is_bf16 else torch.float32
         super().__init__(shards, (1, GROUPS[source]))
+        self.product_dtype = torch.float32
         self.source = source
         self.factors = torch.ones(self.shape[0], 1, dtype=torch.float32)
         self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
@@ -58,6 +63,14 @@ class Fp4(ScaledWeight):
         if source != MXFP4:
             self.stored[factor] = StoredTensor(self._load_factor)
 
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return super().quantised._replace(table=FP4_TABLE)
+
+    def round(self, values: Tensor) -> Tensor:
+        """To codes, not numbers."""
+        return nearest(values, FP4_NUMBERS)
+
     def finish(self) -> None:
         combine = torch.mul if self.source == MODELOPT else torch.div
         combine(self.scales.data, self.factors, out=self.scales.data)
@@ -65,7 +78,7 @@ class Fp4(ScaledWeight):
 
     def read_scales(self, stored: Tensor) -> Tensor:
         scales = stored.float()
-        return ((scales - 127).exp2() if self.source == MXFP4 else scales) / 2
+        return (scales - 127).exp2() if self.source == MXFP4 else scales
 
     def _load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})

@@ -266,6 +266,7 @@ ON_A_CPU = {  # formats, and whether there are biases
     "int4, groups of 32": False,
     "int4, groups of 64 with zeros": False,
     "nf4": False,
+    "fp4, groups of 16": True,
     "mxfp4": True,
     "mxfp4 in bricks": False,
     "int4, groups of 32 with offsets; int8, groups of 16": False,

@@ -18,9 +18,11 @@ from quantised_weights import FORMATS, make_weight
 from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_codes, nf4, quantised_matvec
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
-from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    FP4_TABLE,
+    NF4_TABLE,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -37,6 +39,7 @@ GPU = pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda], 
 CPU = pytest.param("cpu", torch.float32, id="cpu")
 on_devices = pytest.mark.parametrize("device, dtype", [CPU, GPU] if INTERPRETED else [GPU])
 EPS = 1e-5
+TABLES = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 SHAPES = [(40, 352), (64, 256), (258, 640)]  # outputs, inputs: the first cut off tiles of 64 and 128
 
@@ -79,7 +82,7 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
     grids = [each for each in (weight.zeros, weight.scales, weight.offsets) if each is not None]
     spread = {id(grid): grid[rows][:, columns].double() for grid in grids}
     codes = unpack(weight.codes) if weight.codes.dtype == torch.uint8 else weight.codes
-    codes = torch.tensor(NUMBERS)[codes.int()] if weight.is_nf4 else codes
+    codes = torch.tensor(TABLES[weight.table])[codes.int()] if weight.table else codes
     zeros = weight.zero_point if weight.zeros is None else spread[id(weight.zeros)]
     expected = (codes.double() - zeros) * spread[id(weight.scales)]
     expected += 0 if weight.offsets is None else spread[id(weight.offsets)]
@@ -87,16 +90,18 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
 
 
 @pytest.mark.parametrize(
-    "name, unit", [("fp8, blocks", 16), ("int8, groups of 16", 16), ("int4, groups of 32", 32)]
+    "name, unit",
+    [("fp8, blocks", 16), ("int8, groups of 16", 16), ("int4, groups of 32", 32), ("fp4, groups of 16", 16)],
 )
 def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
-    """What a thread reads at once has one scale, and lies inside the row."""
+    """What a thread reads at once has one scale, or one for each half (fp4), and lies inside the row."""
     weight = make_weight(name, (40, 12 * unit), "cpu")
+    piece = 32 if weight.is_int4 else 16
     for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
         tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))
         assert tiles.can_be_read() == (size % unit == 0)
         cut_off = weight._replace(shape=(40, 10 * unit + size), tile=(1, 0), scales=torch.ones(40, 1))
-        assert cut_off.can_be_read() == (size % unit == 0)
+        assert cut_off.can_be_read() == (size % piece == 0)
 
 
 @on_devices
@@ -111,11 +116,11 @@ def test_converting_is_exact_up_to_one_rounding(device, dtype, name, shape):
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "nf4", "fp4"])
 def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
     """e4m3's subnormal numbers among them."""
     codes, zero_point = torch.arange(256, dtype=torch.uint8).view(8, 32), 0
-    if kind in ("int4", "nf4"):
+    if kind in ("int4", "nf4", "fp4"):
         codes, zero_point = pack(codes & 15), 8 if kind == "int4" else 0
     elif kind == "int8":
         codes = codes.view(torch.int8)
@@ -123,7 +128,7 @@ def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
         codes = codes.where(codes & 127 < 127, 0).view(torch.float8_e4m3fn)  # without NaN
     scales = torch.ones(8, 1, device=device)
     weight = QuantisedWeight(codes.to(device), (8, 32), scales, (1, 32), zero_point=zero_point)
-    weight = weight._replace(is_nf4=kind == "nf4")
+    weight = weight._replace(table={"nf4": NF4_TABLE, "fp4": FP4_TABLE}.get(kind, 0))
     matrix = matrix_of(weight).to(dtype)
     assert torch.equal(dequantise(weight, dtype), matrix)
     x = torch.eye(32, device=device, dtype=dtype)
@@ -158,16 +163,17 @@ def run(assembly: str, word: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("assembly, dtype", [(nf4.TO_BF16, torch.bfloat16), (nf4.TO_F16, torch.float16)])
-def test_the_instructions_that_look_numbers_of_nf4_up_find_these(assembly, dtype):
-    expected = torch.tensor(NUMBERS).to(dtype)
+@pytest.mark.parametrize("table, expected", [*enumerate(TABLES.values())])
+def test_the_instructions_that_look_numbers_up_find_these(assembly, dtype, table, expected):
+    expected = torch.tensor(expected).to(dtype)
     for low in range(16):
         codes = [(low + 3 * i) % 16 for i in range(8)]  # low and high halves of four bytes in turn
-        found = run(assembly.value, sum(code << 4 * i for i, code in enumerate(codes)))
+        found = run(assembly.value[table], sum(code << 4 * i for i, code in enumerate(codes)))
         words = [found[f"${i}"] for i in (0, 1, 2, 3)]
         numbers = torch.tensor([x >> shift & 0xFFFF for x in words for shift in (0, 16)], dtype=torch.int32)
         numbers = numbers.to(torch.int16).view(dtype).float()
         is_exact = numbers == expected[codes[::2] + codes[1::2]].float()
-        if dtype == torch.float16:  # the next smaller one
+        if dtype == torch.float16:  # of nf4 the next smaller one
             is_exact |= (numbers == 1151 / 2048) & (expected[codes[::2] + codes[1::2]] == 1152 / 2048)
         assert is_exact.all(), codes
 

@@ -23,6 +23,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
 from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    FP4,
     INT4,
     MXFP4,
     NF4,
@@ -145,7 +146,8 @@ def _grouped_codes_kernel(
         sums_scales = row // TILE_ROWS * GROUPS
         next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
+        column = begin + piece
+        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, KIND, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
@@ -160,13 +162,14 @@ def _grouped_codes_kernel(
             high_x = masked_load(its_x + start + BYTES, is_real[None, :])
             if KIND == INT4:
                 low, high = halves_to_bf16(found)
-            elif KIND == NF4:
-                low, high = look_up(found, tl.bfloat16)
+            elif KIND >= NF4:
+                low, high = look_up(found, tl.bfloat16, KIND - NF4)
             else:
                 low, high = e2m1_to_bf16(found)
         else:
             low = codes_to_bf16(found, KIND)
-        scale, zero, offset = row_zero, row_zero, tl.full([1, 1, 1, 1], -0.0, low.dtype)
+        scale, high_scale, zero = row_zero, row_zero, row_zero
+        offset = tl.full([1, 1, 1, 1], -0.0, low.dtype)
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
             scale = _expand(scale)
@@ -174,8 +177,11 @@ def _grouped_codes_kernel(
                 zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
+            high_scale = _expand(next_shift.to(low.dtype)) if KIND == FP4 else scale
             column = start + STEP + piece
-            next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
+            next_scale, next_shift = _load_grids(
+                scales, shifts, grid_row, is_read, column, KIND, GROUP, SIZES
+            )
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -186,7 +192,7 @@ def _grouped_codes_kernel(
         else:
             acc = tl.dot(low, low_x.to(low.dtype), acc, input_precision="ieee")
         if PER_BYTE == 2:
-            high = _to_number(high, scale, zero, offset, KIND == INT4, SCALES_CODES)
+            high = _to_number(high, high_scale, zero, offset, KIND == INT4, SCALES_CODES)
             acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = in_order(acc)
@@ -238,13 +244,15 @@ def _rows_at(expert, block, half, place, SIZES):
 
 
 @triton.jit
-def _load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
-    """The scales of these inputs, and their zeros or offsets if there are any."""
+def _load_grids(scales, shifts, row, is_row, column, KIND, GROUP, SIZES):
+    """The scales of these inputs, and their zeros or offsets, if any; of FP4 the scales of high halves."""
     place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
     scale = masked_load(scales + place, is_there)
     shift = scale
     if shifts is not None:
         shift = masked_load(shifts + place, is_there)
+    if KIND == FP4:
+        shift = masked_load(scales + place + 16 // GROUP, is_there)
     return scale, shift
 
 

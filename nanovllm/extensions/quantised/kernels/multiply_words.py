@@ -6,23 +6,29 @@ on pairs, so a GPU computes them in assembly language; the interpreter does the 
 
 from string import Template
 
-from nanovllm.extensions.quantised.kernels.nf4 import F16_BYTES
-from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, MXFP4, NF4, code_to_float
+from nanovllm.extensions.quantised.kernels.nf4 import F16_BYTES, FP4_F16_BYTES
+from nanovllm.extensions.quantised.kernels.quantised_weight import FP4, INT4, MXFP4, NF4, code_to_float
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
-def _assembly(begin: str, word: str) -> str:
+def _assembly(begin: str, word: str, sums: tuple[str, ...] = ("sum",)) -> str:
     """
-    `begin`, and then `word` for each of four words of codes ($1 to $4). $w is the word. The pairs of inputs
-    that its codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those
-    of the high halves. $low and $high are what is added to codes of 4 bits that stand in these halves.
+    `begin`, and then `word` for each of four words of codes. $w is the word. The pairs of inputs that its
+    codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those of the
+    high halves. $low and $high are what is added to codes of 4 bits that stand in these halves. The results
+    are these sums, of pairs.
     """
-    lines = ["{ .reg .b32 code, sum; .reg .f16 first, second; .reg .f32 rest; mov.b32 sum, 0;", begin]
-    for i in range(4):
-        pairs = {"a": f"${5 + i}", "b": f"${9 + i}", "c": f"${13 + i}", "d": f"${17 + i}"}
-        lines.append(Template(word).substitute(pairs, w=f"${1 + i}", low="$21", high="$22"))
-    lines.append("mov.b32 {first, second}, sum; cvt.f32.f16 $0, first; cvt.f32.f16 rest, second;")
-    return "\n".join([*lines, "add.f32 $0, $0, rest; }"])
+    lines = [f"{{ .reg .b32 code, {', '.join(sums)}; .reg .f16 first, second; .reg .f32 rest;", begin]
+    lines += [f"mov.b32 {name}, 0;" for name in sums]
+    first = len(sums)  # operand: the results come before the four words
+    for i in range(first, first + 4):
+        pairs = {"a": f"${4 + i}", "b": f"${8 + i}", "c": f"${12 + i}", "d": f"${16 + i}"}
+        zeros = {"low": f"${first + 20}", "high": f"${first + 21}"}
+        lines.append(Template(word).substitute(pairs, w=f"${i}", **zeros))
+    for i, name in enumerate(sums):
+        lines.append(f"mov.b32 {{first, second}}, {name}; cvt.f32.f16 ${i}, first;")
+        lines.append(f"cvt.f32.f16 rest, second; add.f32 ${i}, ${i}, rest;")
+    return "\n".join([*lines, "}"])
 
 
 MULTIPLY_FP8 = _assembly(
@@ -91,24 +97,33 @@ MULTIPLY_MXFP4 = _assembly(
     or.b32 code, bits, sign;
     fma.rn.f16x2 sum, code, $d, sum;""",
 )
-MULTIPLY_NF4 = _assembly(
-    ".reg .b32 place, opposite, low, high, other;",
-    f"""mov.b32 place, $w;
-    xor.b32 opposite, place, 0x88888888;{F16_BYTES}
+
+
+def _look_up_and_multiply(table_bytes: str, high: str) -> str:
+    """A word of places in a table; the products of high halves are added to the sum of that name."""
+    return f"""mov.b32 place, $w;
+    xor.b32 opposite, place, 0x88888888;{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $a, sum;
     prmt.b32 code, low, high, 0x7351;
-    fma.rn.f16x2 sum, code, $c, sum;
+    fma.rn.f16x2 {high}, code, $c, {high};
     shr.b32 place, place, 16;
-    shr.b32 opposite, opposite, 16;{F16_BYTES}
+    shr.b32 opposite, opposite, 16;{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $b, sum;
     prmt.b32 code, low, high, 0x7351;
-    fma.rn.f16x2 sum, code, $d, sum;""",
-)
+    fma.rn.f16x2 {high}, code, $d, {high};"""
+
+
+TABLE_REGISTERS = ".reg .b32 place, opposite, low, high, other;"
+MULTIPLY_NF4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(F16_BYTES, "sum"))
+MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_F16_BYTES, "more"), ("sum", "more"))
 # By kind.
-MULTIPLY = tl.constexpr((MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4))
+MULTIPLY = tl.constexpr(
+    (MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4)
+)
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
+REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 22)
 
 
 @triton.jit
@@ -206,14 +221,16 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
     in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset. `grids`
     (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or the low halves of bytes,
-    `others` meet high halves.
+    `others` meet high halves, whose scale FP4 has in place of a zero.
     """
     values, others, sums = inputs
     subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
     if IS_INTERPRETED:
         parts = _multiply_by_arithmetic(words, values, KIND, 0)
         if KIND >= INT4:
-            parts += _multiply_by_arithmetic(words, others, KIND, 4)
+            more = _multiply_by_arithmetic(words, others, KIND, 4)
+            if KIND != FP4:
+                parts += more
         if KIND == INT4:
             parts -= subtracted.to(tl.float32) * sums
     else:
@@ -222,8 +239,17 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
             at_low, at_high = (0xE400 + subtracted) * 0x10001, (0xD400 + 16 * subtracted) * 0x10001
             operands = operands + others + (at_low, at_high)
         asm: tl.constexpr = MULTIPLY[KIND]
-        registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
-        parts = tl.inline_asm_elementwise(asm, registers, operands, dtype=tl.float32, is_pure=True, pack=1)
+        if KIND == FP4:
+            parts, more = tl.inline_asm_elementwise(
+                asm, REGISTERS_FP4, operands, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+            )
+        else:
+            registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
+            parts = tl.inline_asm_elementwise(
+                asm, registers, operands, dtype=tl.float32, is_pure=True, pack=1
+            )
+    if KIND == FP4:
+        return parts * scale.to(tl.float32) + more * zero.to(tl.float32)
     if KIND < INT4 and grids[1] is not None:
         parts -= zero.to(tl.float32) * sums
     if KIND == MXFP4:

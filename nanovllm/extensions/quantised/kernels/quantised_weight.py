@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS, look_up, number_of
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, look_up, number_of
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, tl, triton, use_triton
 
@@ -21,10 +21,12 @@ HALF = BLOCK // 2
 PIECE_BYTES = 16  # that a thread reads at once
 TILE = 2048  # weights of a row that a program converts
 BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inputs
-# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The last two have 4 bits
-# too: floating point (e2m1), whose scales are powers of two (e8m0), and places in a table (nf4).
+# Kinds of codes by the dtype that holds them, and the same as numbers for kernels. The others have 4 bits
+# too: floating point (e2m1), whose scales are powers of two (e8m0); and places in a table, that of nf4 or
+# that of e2m1's numbers. The latter may have a scale for 16 inputs, two for those of a piece.
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
-FP8, INT8, INT4, MXFP4, NF4 = map(tl.constexpr, range(len(KINDS) + 2))
+NF4_TABLE, FP4_TABLE = 4, 5
+FP8, INT8, INT4, MXFP4, NF4, FP4 = map(tl.constexpr, range(FP4_TABLE + 1))
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7; 8 to 15 are their negatives
 
 
@@ -45,12 +47,12 @@ class QuantisedWeight(NamedTuple):
     offsets: Tensor | None = None
     largest: Tensor | None = None  # uint8 [out], the largest scale of a row; only if it is `in_bricks`
     product_dtype: torch.dtype = torch.float32  # of codes times scales, where a CPU makes a whole matrix
-    is_nf4: bool = False
+    table: int = 0  # NF4_TABLE or FP4_TABLE, if codes are places there
 
     @property
     def kind(self) -> int:
-        """FP8, INT8, INT4, MXFP4 or NF4, for kernels."""
-        return KINDS.index(self.codes.dtype) + self.is_mxfp4 + 2 * self.is_nf4
+        """FP8, INT8, INT4, MXFP4, NF4 or FP4, for kernels."""
+        return self.table or KINDS.index(self.codes.dtype) + self.is_mxfp4
 
     @property
     def is_mxfp4(self) -> bool:
@@ -72,7 +74,8 @@ class QuantisedWeight(NamedTuple):
     @property
     def group(self) -> int:
         """Inputs that share a scale; 0 if a whole row does, and the scale may be applied to its sum."""
-        is_row = self.scales.shape[1] == 1 and self.offsets is None and not self.is_mxfp4
+        is_fp4 = self.is_mxfp4 or self.table == FP4_TABLE
+        is_row = self.scales.shape[1] == 1 and self.offsets is None and not is_fp4
         return 0 if is_row else self.tile[1]
 
     @property
@@ -97,16 +100,18 @@ class QuantisedWeight(NamedTuple):
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
         unit = BLOCK if self.is_int4 else PIECE_BYTES
-        return self.shape[1] % unit == 0 and self.group % unit == 0
+        group_unit = HALF if self.table == FP4_TABLE else unit
+        return self.shape[1] % unit == 0 and self.group % group_unit == 0
 
     def codes_of(self, rows: slice) -> Tensor:
         """These rows' codes, [rows, in]; numbers if they are in floating point."""
         if not self.is_int4:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
-        if not self.is_mxfp4 and not self.is_nf4:
+        if not self.is_mxfp4 and not self.table:
             return codes
-        numbers = NUMBERS if self.is_nf4 else E2M1 + [-x for x in E2M1]
+        tables = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
+        numbers = tables.get(self.table, E2M1 + [-x for x in E2M1])
         return torch.tensor(numbers, device=codes.device)[codes.int()]
 
 
@@ -190,8 +195,8 @@ def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
         return code.to(tl.int8).to(tl.float32)
     if KIND == INT4:
         return (code & 15).to(tl.float32)
-    if KIND == NF4:
-        return number_of(code & 15)
+    if KIND >= NF4:
+        return number_of(code & 15, KIND - NF4)
     if KIND == FP8:
         bits, factor = (code & 0x80) << 8 | (code & 0x7F) << 7, 256.0
     else:
@@ -325,9 +330,11 @@ def _dequantise_kernel(
     if offsets is not None:
         offset = masked_load(offsets + place, inside).to(tl.float32)
     found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside)
-    if KIND == NF4:
-        numbers = look_up(found, tl.float16)
+    if KIND >= NF4:
+        numbers = look_up(found, tl.float16, KIND - NF4)
     for half in tl.static_range(PER_BYTE):
-        code = numbers[half] if KIND == NF4 else code_to_float(found.to(tl.int32), 4 * half, KIND)
+        code = numbers[half] if KIND >= NF4 else code_to_float(found.to(tl.int32), 4 * half, KIND)
+        if KIND == FP4 and half == 1:
+            scale = masked_load(scales + place + 16 // GROUP, inside).to(tl.float32)
         number = (code.to(tl.float32) - zero) * scale + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)
