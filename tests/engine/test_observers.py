@@ -58,8 +58,8 @@ def events(folder: str, rank: int = 0) -> list[str]:
 def test_every_rank_tells_its_observers_of_the_start_and_of_the_first_decode_step(folder, size):
     with LLM(folder, **EXACT, tensor_parallel_size=size) as llm:
         expected = ["starting, 1 layer", "before_warmup"]
-        for num_tokens in (1, 3, 3):  # the first is all prefill
-            llm.generate([[1, 2, 3]], SamplingParams(0, num_tokens, True), use_tqdm=False)
+        for num_tokens, num_prompts in ((1, 1), (3, 1), (3, 2)):  # the first is all prefill
+            llm.generate([[1, 2, 3]] * num_prompts, SamplingParams(0, num_tokens, True), use_tqdm=False)
             expected += ["before_first_decode"] * (num_tokens > 1 and len(expected) == 2)
             assert events(folder) == expected
     assert events(folder) == [*expected, "stop"]
