@@ -52,8 +52,8 @@ class CudaGraphs:
     def capture(self, step: Step, in_two: bool) -> Step:
         """
         Record a step: in one graph, or in two, between which the host does something. Returns a step that
-        does the same, but what it computes overwrites that of the last time. The GPU computes what was
-        enqueued before meanwhile. Memory that is to outlast the graph is taken `on_default_stream`.
+        does the same, but what it computes overwrites that of the last time. Meanwhile the GPU goes on with
+        what was enqueued before. Memory that is to outlast the graph is taken `on_default_stream`.
         """
         first, result = self._record(step if in_two else lambda: step()())
         second = None

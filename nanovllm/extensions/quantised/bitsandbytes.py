@@ -10,12 +10,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.extensions.quantised.integers import BITSANDBYTES, Int8
-from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
-from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE, QuantisedWeight
-from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE, TABLES
+from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight
 from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
@@ -25,7 +23,7 @@ from nanovllm.utils.validation import check, is_number
 GROUP = 64  # weights that share a scale
 NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
-TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
+TABLE, ORDER = torch.tensor(TABLES[NF4_TABLE]).sort()  # bitsandbytes' codes have the order of their numbers
 
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
@@ -40,9 +38,9 @@ def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
 
 
 class NF4(ScaledWeight):
-    """`weight` uint8 [out, in / 2], codes in the order of NUMBERS; `scales` float32."""
+    """`weight` uint8 [out, in / 2], places in NUMBERS; `scales` float32."""
 
-    code_dtype, kept_codes = torch.uint8, ORDER
+    code_dtype, kept_codes, table = torch.uint8, ORDER, NF4_TABLE
     lowest, highest = -1.0, 1.0
     packing = Packing(torch.uint8, 4, is_high_first=True)
     stored_scales, has_flat_scales = {torch.float32}, True
@@ -60,14 +58,6 @@ class NF4(ScaledWeight):
             for name in ("absmax", "nested_absmax", "nested_quant_map"):
                 load = functools.partial(self._load_part, name=name)
                 self.stored[f"weight.{name}"] = StoredTensor(load)
-
-    @property
-    def quantised(self) -> QuantisedWeight:
-        return super().quantised._replace(table=NF4_TABLE)
-
-    def round(self, values: Tensor) -> Tensor:
-        """To codes, not numbers."""
-        return nearest(values, NUMBERS)
 
     def _load_halves(self, loaded: Any, shard: Shard) -> None:
         """[out * in / 2, 1], the first code of a byte in its high half."""

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS
+from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FP4_CODES
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
-    E2M1,
     FP4_TABLE,
     HALF,
     QuantisedWeight,
@@ -35,20 +34,18 @@ GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
 NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
 OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
-# Where the number of each code stands in FP4_NUMBERS.
-ORDER = torch.tensor([code % 2 * 8 + (1 - code // 8) * 4 + code % 8 // 2 for code in range(16)])
+ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
 
 class Fp4(ScaledWeight):
-    """`weight` uint8 [out, in / 2], codes in the order of FP4_NUMBERS; `scales` times the matrix's factor."""
+    """`weight` uint8 [out, in / 2], places in FP4_NUMBERS; `scales` times the matrix's factor."""
 
-    code_dtype, kept_codes = torch.uint8, ORDER
+    code_dtype, kept_codes, table = torch.uint8, ORDER, FP4_TABLE
     packing = Packing(torch.uint8, 4)
     lowest, highest = -6.0, 6.0
 
     def __init__(self, shards: dict[Any, Shard], source: str):
-        is_bf16 = torch.get_default_dtype() == torch.bfloat16
-        self.scale_dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self.scale_dtype = torch.bfloat16 if torch.get_default_dtype() == torch.bfloat16 else torch.float32
         super().__init__(shards, (1, GROUPS[source]))
         self.product_dtype = torch.float32
         self.source = source
@@ -62,14 +59,6 @@ class Fp4(ScaledWeight):
         }
         if source != MXFP4:
             self.stored[factor] = StoredTensor(self._load_factor)
-
-    @property
-    def quantised(self) -> QuantisedWeight:
-        return super().quantised._replace(table=FP4_TABLE)
-
-    def round(self, values: Tensor) -> Tensor:
-        """To codes, not numbers."""
-        return nearest(values, FP4_NUMBERS)
 
     def finish(self) -> None:
         combine = torch.mul if self.source == MODELOPT else torch.div
@@ -145,7 +134,7 @@ class Mxfp4(ScaledWeight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""
-        return nearest(values.abs(), E2M1) + 8 * (values < 0)
+        return nearest(values.abs(), E2M1[:8]) + 8 * (values < 0)
 
 
 class Mxfp4Blocks(Mxfp4):

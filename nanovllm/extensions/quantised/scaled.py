@@ -18,6 +18,7 @@ from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     HALF,
+    TABLES,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -104,6 +105,7 @@ class ScaledWeight(Weight):
     highest: float
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
+    table = 0  # see `QuantisedWeight`
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
     # and whether these have one dimension.
     packing: Packing
@@ -150,6 +152,7 @@ class ScaledWeight(Weight):
             self.zeros,
             self.zero_point,
             product_dtype=self.product_dtype or self.scales.dtype,
+            table=self.table,
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -279,6 +282,9 @@ class ScaledWeight(Weight):
         return (largest / self.highest).clamp_min(SMALLEST)
 
     def round(self, values: Tensor) -> Tensor:
+        """To codes."""
+        if self.table:
+            return nearest(values, TABLES[self.table])
         return values.round_().clamp_(self.lowest, self.highest)
 
 

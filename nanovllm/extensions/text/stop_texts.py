@@ -26,6 +26,7 @@ class StopTexts(Observer):
         """A token that a step in flight draws for a stopped sequence is thrown away."""
         if not self.texts:
             del self.after_step
+            return
         for seq in step.drawing:
             if seq not in self.texts:
                 continue

@@ -18,11 +18,11 @@ from quantised_weights import FORMATS, make_weight
 from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_codes, nf4, quantised_matvec
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
-from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4_TABLE,
     NF4_TABLE,
+    TABLES,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -39,7 +39,6 @@ GPU = pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda], 
 CPU = pytest.param("cpu", torch.float32, id="cpu")
 on_devices = pytest.mark.parametrize("device, dtype", [CPU, GPU] if INTERPRETED else [GPU])
 EPS = 1e-5
-TABLES = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 SHAPES = [(40, 352), (64, 256), (258, 640)]  # outputs, inputs: the first cut off tiles of 64 and 128
 

@@ -22,7 +22,6 @@ from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_sizes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_PIECES,
     BRICK_ROWS,
-    FP4,
     INT4,
     QuantisedWeight,
 )
@@ -154,7 +153,6 @@ def _gemv_codes_kernel(
     its_pieces += first_row * PER_ROW
     its_words = weight[0] + its_pieces * 4
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1
-    HIGH: tl.constexpr = 16 // GROUP if KIND == FP4 else -1  # how far behind scales those of high halves are
     its_scales = first_row // TILE_ROWS * GROUPS
     if GROUP > 0:
         its_scales += piece * INPUTS // GROUP
@@ -163,7 +161,7 @@ def _gemv_codes_kernel(
 
     tile = tl.program_id(0)
     found, scale, zero = _load_rows(
-        its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, HIGH, SIZES
+        its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
     )
     if PARTS == 1:
         pdl_wait(OVERLAP)
@@ -185,7 +183,7 @@ def _gemv_codes_kernel(
         current, its_scale, its_zero = found, scale, zero
         next_tile = tile + tl.num_programs(0)
         found, scale, zero = _load_rows(
-            its_words, weight, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, HIGH, SIZES
+            its_words, weight, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES
         )
         line = tile * HEIGHT + tl.arange(0, HEIGHT)
         parts = multiply_pieces(current, its_scale, its_zero, inputs, weight[1:], KIND, ZERO_POINT)
@@ -218,10 +216,10 @@ def _row_of(line, SIZES):
 
 
 @triton.jit
-def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, HIGH, SIZES):
+def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES):
     """
-    HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets, or
-    FP4's scales of high halves, [PIECES, HEIGHT, 1].
+    HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
+    [PIECES, HEIGHT, 1].
     """
     _, scales, zeros, offsets = weight
     shifts = offsets if zeros is None else zeros  # a weight never has both
@@ -239,6 +237,4 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     zero = scale
     if shifts is not None:
         zero = masked_load(shifts + place, inside)
-    if HIGH >= 0:
-        zero = masked_load(scales + place + HIGH, inside)
     return found, scale, zero

@@ -146,8 +146,7 @@ def _grouped_codes_kernel(
         sums_scales = row // TILE_ROWS * GROUPS
         next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        column = begin + piece
-        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, KIND, GROUP, SIZES)
+        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
@@ -173,15 +172,15 @@ def _grouped_codes_kernel(
         if SCALES_CODES:
             scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
             scale = _expand(scale)
+            high_scale = scale
             if zeros is not None:
                 zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
+            elif KIND == FP4:
+                high_scale = _expand(next_shift.to(low.dtype))
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
-            high_scale = _expand(next_shift.to(low.dtype)) if KIND == FP4 else scale
             column = start + STEP + piece
-            next_scale, next_shift = _load_grids(
-                scales, shifts, grid_row, is_read, column, KIND, GROUP, SIZES
-            )
+            next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -244,15 +243,13 @@ def _rows_at(expert, block, half, place, SIZES):
 
 
 @triton.jit
-def _load_grids(scales, shifts, row, is_row, column, KIND, GROUP, SIZES):
-    """The scales of these inputs, and their zeros or offsets, if any; of FP4 the scales of high halves."""
+def _load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
+    """The scales of these inputs, and their zeros or offsets if there are any."""
     place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
     scale = masked_load(scales + place, is_there)
     shift = scale
     if shifts is not None:
         shift = masked_load(shifts + place, is_there)
-    if KIND == FP4:
-        shift = masked_load(scales + place + 16 // GROUP, is_there)
     return scale, shift
 
 

@@ -6,26 +6,29 @@ on pairs, so a GPU computes them in assembly language; the interpreter does the 
 
 from string import Template
 
-from nanovllm.extensions.quantised.kernels.nf4 import F16_BYTES, FP4_F16_BYTES
+import torch
+
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, bytes_of
 from nanovllm.extensions.quantised.kernels.quantised_weight import FP4, INT4, MXFP4, NF4, code_to_float
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
-def _assembly(begin: str, word: str, sums: tuple[str, ...] = ("sum",)) -> str:
+def _assembly(begin: str, word: str, sums: str = "sum") -> str:
     """
     `begin`, and then `word` for each of four words of codes. $w is the word. The pairs of inputs that its
     codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those of the
     high halves. $low and $high are what is added to codes of 4 bits that stand in these halves. The results
     are these sums, of pairs.
     """
-    lines = [f"{{ .reg .b32 code, {', '.join(sums)}; .reg .f16 first, second; .reg .f32 rest;", begin]
-    lines += [f"mov.b32 {name}, 0;" for name in sums]
-    first = len(sums)  # operand: the results come before the four words
+    names = sums.split(", ")
+    lines = [f"{{ .reg .b32 code, {sums}; .reg .f16 first, second; .reg .f32 rest;", begin]
+    lines += [f"mov.b32 {name}, 0;" for name in names]
+    first = len(names)  # operand: the results come before the four words
     for i in range(first, first + 4):
         pairs = {"a": f"${4 + i}", "b": f"${8 + i}", "c": f"${12 + i}", "d": f"${16 + i}"}
-        zeros = {"low": f"${first + 20}", "high": f"${first + 21}"}
-        lines.append(Template(word).substitute(pairs, w=f"${i}", **zeros))
-    for i, name in enumerate(sums):
+        added = {"low": f"${first + 20}", "high": f"${first + 21}"}
+        lines.append(Template(word).substitute(pairs | added, w=f"${i}"))
+    for i, name in enumerate(names):
         lines.append(f"mov.b32 {{first, second}}, {name}; cvt.f32.f16 ${i}, first;")
         lines.append(f"cvt.f32.f16 rest, second; add.f32 ${i}, ${i}, rest;")
     return "\n".join([*lines, "}"])
@@ -99,8 +102,9 @@ MULTIPLY_MXFP4 = _assembly(
 )
 
 
-def _look_up_and_multiply(table_bytes: str, high: str) -> str:
+def _look_up_and_multiply(numbers: list[float], high: str) -> str:
     """A word of places in a table; the products of high halves are added to the sum of that name."""
+    table_bytes = bytes_of(numbers, torch.float16)
     return f"""mov.b32 place, $w;
     xor.b32 opposite, place, 0x88888888;{table_bytes}
     prmt.b32 code, low, high, 0x6240;
@@ -116,8 +120,8 @@ def _look_up_and_multiply(table_bytes: str, high: str) -> str:
 
 
 TABLE_REGISTERS = ".reg .b32 place, opposite, low, high, other;"
-MULTIPLY_NF4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(F16_BYTES, "sum"))
-MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_F16_BYTES, "more"), ("sum", "more"))
+MULTIPLY_NF4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(NUMBERS, "sum"))
+MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_NUMBERS, "more"), "sum, more")
 # By kind.
 MULTIPLY = tl.constexpr(
     (MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4)
@@ -221,7 +225,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
     in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset. `grids`
     (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or the low halves of bytes,
-    `others` meet high halves, whose scale FP4 has in place of a zero.
+    `others` meet high halves, whose scale FP4 has in place of an offset.
     """
     values, others, sums = inputs
     subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)

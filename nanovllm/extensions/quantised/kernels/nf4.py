@@ -7,43 +7,40 @@ those of the others, if the bytes of codes i and i + 8 begin with the same bit: 
 order for. Where that bit is 1, the byte of code i + 8 stands inverted in its table.
 """
 
+import torch
+
 from nanovllm.kernels.runtime import IS_INTERPRETED, tl, triton
 
-# Source: bitsandbytes' `get_4bit_type`, where they are sorted.
+# Source: bitsandbytes' `get_4bit_type`, where they are sorted. 0 has the sign of its partner, -0.525.
 NUMBERS = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.28444138169288635]
 NUMBERS += [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.44070982933044434]
-NUMBERS += [-0.39491748809814453, -0.18477343022823334, 0.0, -0.09105003625154495]
+NUMBERS += [-0.39491748809814453, -0.18477343022823334, -0.0, -0.09105003625154495]
 NUMBERS += [0.33791524171829224, 0.5626170039176941, 0.7229568362236023, 1.0]
-# Those of e2m1: 0, 1, 2 and 4, and 8 places behind each of them the number that comes next.
-FP4_NUMBERS = [-0.0, -1.0, -2.0, -4.0, 0.0, 1.0, 2.0, 4.0, -0.5, -1.5, -3.0, -6.0, 0.5, 1.5, 3.0, 6.0]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7
+E2M1 += [-number for number in E2M1]  # of 8 to 15
+# By their places: 0, 1, 2 and 4 stand 8 before the numbers that come next. Negative ones come first.
+FP4_CODES = sorted(range(16), key=lambda code: (code % 2, code < 8))
+FP4_NUMBERS = [E2M1[code] for code in FP4_CODES]
 TABLES = tl.constexpr((tuple(NUMBERS), tuple(FP4_NUMBERS)))
-BF16_BYTES = """
-    prmt.b32 low, 0x92063280, 0xe27c25a3, place;
-    prmt.b32 other, 0x45003d35, 0x7f391052, opposite;
-    xor.b32 low, low, other;
-    prmt.b32 high, 0xbebfbfbf, 0x3e3e3e3d, place;
-    prmt.b32 other, 0x427f4141, 0x3f3f3f3e, opposite;
-    xor.b32 high, high, other;"""
-# Here 0.5626 is 0.562, or its low byte would not begin as that of 0.161.
-F16_BYTES = """
-    prmt.b32 low, 0x8d339200, 0x0de02618, place;
-    prmt.b32 other, 0x2b001552, 0x00367f68, opposite;
-    xor.b32 low, low, other;
-    prmt.b32 high, 0xb4b8b9bc, 0x3733312d, place;
-    prmt.b32 other, 0x527f4e49, 0x3c393835, opposite;
-    xor.b32 high, high, other;"""
-FP4_BF16_BYTES = """
-    prmt.b32 low, 0x80008000, 0x80008000, place;
-    prmt.b32 other, 0x3f403f00, 0x3f403f00, opposite;
-    xor.b32 low, low, other;
-    prmt.b32 high, 0xc0c0bf80, 0x40403f00, place;
-    prmt.b32 other, 0x3f3f4040, 0x40403f3f, opposite;
-    xor.b32 high, high, other;"""
-FP4_F16_BYTES = """
-    mov.b32 low, 0;
-    prmt.b32 high, 0xc4c0bc80, 0x44403c00, place;
-    prmt.b32 other, 0x393d4147, 0x46423e38, opposite;
-    xor.b32 high, high, other;"""
+FIND_BYTE = """
+    prmt.b32 {0}, {1:#010x}, {2:#010x}, place;
+    prmt.b32 other, {3:#010x}, {4:#010x}, opposite;
+    xor.b32 {0}, {0}, other;"""
+
+
+def bytes_of(numbers: list[float], dtype: torch.dtype) -> str:
+    """Instructions that find both bytes of four numbers; `opposite` has the codes with first bits flipped."""
+    bits = torch.tensor(numbers, dtype=dtype, device="cpu").view(torch.int16)
+    # Where the low bytes of two numbers would not begin alike, the second becomes the next smaller number:
+    # nf4's 0.5626 is 0.562 in float16.
+    bits[8:] -= (bits[:8] ^ bits[8:]) >> 7 & 1
+    tables = bits.view(torch.uint8).view(16, 2).T.contiguous()
+    tables[:, 8:] ^= 255 * (tables[:, :8] >> 7)
+    low, high = tables.numpy().view("<u4")  # [4] words each
+    find_low = FIND_BYTE.format("low", *low) if low.any() else "\n    mov.b32 low, 0;"
+    return find_low + FIND_BYTE.format("high", *high)
+
+
 # The first two bytes' low halves are places 0 and 2, their high halves 1 and 3.
 TO_NUMBERS = """{ .reg .b32 place, opposite, low, high, other;
     mov.b32 place, $4;
@@ -54,8 +51,12 @@ TO_NUMBERS = """{ .reg .b32 place, opposite, low, high, other;
     shr.b32 opposite, opposite, 16;%s
     prmt.b32 $1, low, high, 0x6240;
     prmt.b32 $3, low, high, 0x7351; }"""
-TO_F16 = tl.constexpr(tuple(TO_NUMBERS % (each, each) for each in (F16_BYTES, FP4_F16_BYTES)))
-TO_BF16 = tl.constexpr(tuple(TO_NUMBERS % (each, each) for each in (BF16_BYTES, FP4_BF16_BYTES)))
+TO_F16, TO_BF16 = (
+    tl.constexpr(
+        tuple(TO_NUMBERS.replace("%s", bytes_of(numbers, dtype)) for numbers in (NUMBERS, FP4_NUMBERS))
+    )
+    for dtype in (torch.float16, torch.bfloat16)
+)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from nanovllm.extensions.quantised.kernels.multiply_words import (
     multiply_pieces,
     prepare_inputs,
 )
-from nanovllm.extensions.quantised.kernels.quantised_weight import FP4, INT4, PIECE_BYTES, QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     cdiv,
@@ -179,8 +179,8 @@ def _load_tile(
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """
-    HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets, or FP4's scales
-    of high halves, [PIECES or 1, HEIGHT, 1].
+    HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
+    [PIECES or 1, HEIGHT, 1].
     """
     words, scales, zeros, offsets = weight
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
@@ -202,6 +202,4 @@ def _load_tile(
         zero = masked_load(zeros + place, is_real).to(scale.dtype)
     if offsets is not None:
         zero = masked_load(offsets + place, is_real)
-    if KIND == FP4:
-        zero = masked_load(scales + place + 16 // GROUP, is_real)
     return found, scale, zero

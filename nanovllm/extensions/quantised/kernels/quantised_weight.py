@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, look_up, number_of
+from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FP4_NUMBERS, NUMBERS, look_up, number_of
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, tl, triton, use_triton
 
@@ -27,7 +27,7 @@ BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inpu
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 NF4_TABLE, FP4_TABLE = 4, 5
 FP8, INT8, INT4, MXFP4, NF4, FP4 = map(tl.constexpr, range(FP4_TABLE + 1))
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of codes 0 to 7; 8 to 15 are their negatives
+TABLES = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
 
 
 class QuantisedWeight(NamedTuple):
@@ -85,8 +85,14 @@ class QuantisedWeight(NamedTuple):
         return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **tile}
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """For kernels: codes as numbers of this dtype, scales, zeros and offsets."""
-        return self.codes.view(dtype), self.readable_scales, self.zeros, self.offsets
+        """
+        For kernels: codes as numbers of this dtype, scales, zeros and offsets. In place of offsets FP4 has
+        the scales of high halves, whose inputs come 16 behind.
+        """
+        offsets = self.offsets
+        if self.table == FP4_TABLE:
+            offsets = self.scales.flatten()[HALF // self.group :]
+        return self.codes.view(dtype), self.readable_scales, self.zeros, offsets
 
     @property
     def readable_scales(self) -> Tensor:
@@ -110,9 +116,7 @@ class QuantisedWeight(NamedTuple):
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
         if not self.is_mxfp4 and not self.table:
             return codes
-        tables = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
-        numbers = tables.get(self.table, E2M1 + [-x for x in E2M1])
-        return torch.tensor(numbers, device=codes.device)[codes.int()]
+        return torch.tensor(TABLES.get(self.table, E2M1), device=codes.device)[codes.int()]
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -330,11 +334,12 @@ def _dequantise_kernel(
     if offsets is not None:
         offset = masked_load(offsets + place, inside).to(tl.float32)
     found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside)
+    scale_of = scale, scale  # halves
+    if KIND == FP4:
+        scale_of, offset = (scale, offset), 0.0
     if KIND >= NF4:
         numbers = look_up(found, tl.float16, KIND - NF4)
     for half in tl.static_range(PER_BYTE):
         code = numbers[half] if KIND >= NF4 else code_to_float(found.to(tl.int32), 4 * half, KIND)
-        if KIND == FP4 and half == 1:
-            scale = masked_load(scales + place + 16 // GROUP, inside).to(tl.float32)
-        number = (code.to(tl.float32) - zero) * scale + offset
+        number = (code.to(tl.float32) - zero) * scale_of[half] + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)
