@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import runtime
+from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     cdiv,
     empty_padded,
@@ -83,10 +84,11 @@ def fused_linear(
     blocks_m = cdiv(rows, block_m)
     blocks_n = cdiv(width, block_n)
     out = empty_padded(rows, width, x)
-    scaled = new_squares = None
+    scaled = new_squares = addition = None
     if residual is not None:
         scaled = empty_padded(rows, width, x)
         new_squares = x.new_empty(rows, blocks_n, dtype=torch.float32)
+        addition = residual, next_norm_weight, scaled, new_squares
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
     programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
@@ -97,8 +99,7 @@ def fused_linear(
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor.from_tensor(weight.view(parts, width, in_features), [parts, block_n, block_k]),
-            weight, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
-            eps, rows, in_features, width,
+            weight, bias, squares, addition, out, eps, rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
             NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
@@ -115,12 +116,14 @@ def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_linear_kernel(
-    x, weight, weight_start, bias, squares, residual, next_norm_weight, out, scaled, new_squares,
-    eps, rows, in_features, width,
+    x, weight, weight_start, bias, squares, addition, out, eps, rows, in_features, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program computes BLOCK_M x BLOCK_N outputs; weight is [PARTS, width, in_features], gates then ups."""
+    """
+    A program computes BLOCK_M x BLOCK_N outputs; weight is [PARTS, width, in_features], gates then ups. An
+    `addition` is (residual, next_norm_weight, scaled, new_squares).
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     blocks_m = tl.cdiv(rows, BLOCK_M)
@@ -157,7 +160,8 @@ def _fused_linear_kernel(
         column = tl.arange(0, PARTS * BLOCK_N)
         biased = block_n * BLOCK_N + column % BLOCK_N
         added = masked_load(bias + column // BLOCK_N * width + biased, biased < width)
-    if residual is not None:
+    if addition is not None:
+        residual, next_norm_weight, scaled, new_squares = addition
         its_residual = masked_load(residual + place, valid)
         gain = masked_load(next_norm_weight + out_feature, real_feature)
 
@@ -173,12 +177,12 @@ def _fused_linear_kernel(
         acc += added.to(tl.float32)[None, :]
     if PARTS == 2:
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-    if residual is not None:
+        acc = silu(gate) * up
+    if addition is not None:
         acc += its_residual.to(tl.float32)
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=valid)
-    if residual is not None:
+    if addition is not None:
         wide = result.to(tl.float32)
         tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
         blocks_n = tl.cdiv(width, BLOCK_N)

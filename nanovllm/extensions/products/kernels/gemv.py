@@ -8,6 +8,7 @@ it waits for the kernel that computes its input (see `overlap_options`).
 
 from torch import Tensor
 
+from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     cdiv,
     is_on_gpu,
@@ -40,7 +41,9 @@ def gemv(
     residual: Tensor | None = None,
     silu_and_mul: bool = False,
 ) -> Tensor:
-    """activation(rms_norm(x) @ weight.T + bias) + residual: [rows, out] for x [rows, in], weight [out, in].
+    """
+    activation(rms_norm(x) @ weight.T + bias) + residual: [rows, out] for x [rows, in], of one row or two, and
+    weight [out, in].
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
     [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
@@ -49,18 +52,17 @@ def gemv(
     """
     rows, in_features = x.shape
     out_features = weight.shape[0]
-    rows_pad = next_power_of_2(rows)
     # Enough programs to fill the chip, and each with rows enough that it seldom reads x.
     tile_elements, min_programs, max_height = TILES[weight.numel() >= LARGE_WEIGHT]
     height = next_power_of_2(out_features // min_programs + 1) // 2
-    height = max(2, min(height, max_height // rows_pad))
-    width = min(next_power_of_2(in_features), tile_elements // (height * rows_pad))
+    height = max(2, min(height, max_height // rows))
+    width = min(next_power_of_2(in_features), tile_elements // (height * rows))
     out = x.new_empty(rows, out_features // (1 + silu_and_mul))
     _gemv_kernel[(cdiv(out_features, height),)](
         x, weight, bias, norm_weight, residual, out,
         eps, x.stride(0), out_features,
-        IN_FEATURES=in_features, ROWS=rows, ROWS_PAD=rows_pad, HEIGHT=height, WIDTH=width,
-        GATED=silu_and_mul, **overlap_options(x.device),
+        IN_FEATURES=in_features, ROWS=rows, HEIGHT=height, WIDTH=width, GATED=silu_and_mul,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -69,8 +71,8 @@ def gemv(
 def _gemv_kernel(
     x, weight, bias, norm_weight, residual, out,
     eps, x_stride, out_features,
-    IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEIGHT rows of the weight (gates and ups in turn if GATED), WIDTH columns at a time."""
     first = tl.program_id(0) * HEIGHT
@@ -80,24 +82,24 @@ def _gemv_kernel(
         weight_row = (out_feature % 2) * (out_features // 2) + out_feature // 2
     # Three dimensions throughout, [rows of x, rows of the weight, columns], so that no layout ever changes.
     column = tl.arange(0, WIDTH)[None, None, :]
-    row = tl.arange(0, ROWS_PAD)
+    row = tl.arange(0, ROWS)
     address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
     inside = (out_feature < out_features)[None, :, None]
     tile = masked_load(address, inside & (column < IN_FEATURES))
     pdl_wait(OVERLAP)
 
     # Sums are kept apart by column until the end: a reduction a tile costs more than the products.
-    products = tl.zeros([ROWS_PAD, HEIGHT, WIDTH], tl.float32)
-    squares = tl.zeros([ROWS_PAD, 1, WIDTH], tl.float32)
+    products = tl.zeros([ROWS, HEIGHT, WIDTH], tl.float32)
+    squares = tl.zeros([ROWS, 1, WIDTH], tl.float32)
     for start in range(0, IN_FEATURES, WIDTH):
         current = tile.to(tl.float32)
         place = start + column
         tile = masked_load(address + start + WIDTH, inside & (place + WIDTH < IN_FEATURES))
-        present = (row < ROWS)[:, None, None] & (place < IN_FEATURES)
-        values = masked_load(x + row[:, None, None] * x_stride + place, present).to(tl.float32)
+        is_there = place < IN_FEATURES
+        values = masked_load(x + row[:, None, None] * x_stride + place, is_there).to(tl.float32)
         if norm_weight is not None:
             squares += values * values
-            values *= masked_load(norm_weight + place, place < IN_FEATURES).to(tl.float32)
+            values *= masked_load(norm_weight + place, is_there).to(tl.float32)
         products += current * values
     if norm_weight is None:
         acc = tl.sum(products, axis=2)
@@ -112,11 +114,11 @@ def _gemv_kernel(
     place = out_feature
     width = out_features
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, [ROWS_PAD, HEIGHT // 2, 2]))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        gate, up = tl.split(tl.reshape(acc, [ROWS, HEIGHT // 2, 2]))
+        acc = silu(gate) * up
         place = first // 2 + tl.arange(0, HEIGHT // 2)
         width = out_features // 2
-    valid = (row < ROWS)[:, None] & (place < width)[None, :]
+    valid = (place < width)[None, :]
     place = row[:, None] * width + place[None, :]
     if residual is not None:
         acc += masked_load(residual + place, valid)

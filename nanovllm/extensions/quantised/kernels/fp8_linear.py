@@ -232,20 +232,22 @@ def _quantise_kernel(
     A row of x has PARTS of this width. With a norm's weight they are added up, and rounding is where
     layernorm's kernel rounds; else two are gates and what they multiply.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        if weight is None:  # first of all: loads on both sides of the wait would take twice the registers
+            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if PER_BYTE > 0:  # WIDTH is a multiple of PADDING
         column = column_at(column, PER_BYTE)
     inside = column < WIDTH
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    if row_scales is not None:
+        column_scale = masked_load(column_scales + column, inside)
     # Weights do not change, so they are loaded while the kernel before this one ends.
     if weight is not None:
         gain = masked_load(weight + column, inside).to(tl.float32)
-    if row_scales is not None:
-        column_scale = masked_load(column_scales + column, inside)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
     x += row * x_stride + column
     value = masked_load(x, inside)
     dtype: tl.constexpr = value.dtype
