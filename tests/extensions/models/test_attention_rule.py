@@ -1,4 +1,4 @@
-"""Attention with windows, soft limits of scores and sinks: references and kernels against plain sums."""
+"""Attention with windows, limits of scores, sinks and slopes: references and kernels against plain sums."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context
 
 RULES = [Features(window=1), Features(window=17), Features(softcap=2.0), Features(has_sinks=True)]
-RULES += [Features(window=40, softcap=2.0, has_sinks=True)]
+RULES += [Features(has_slopes=True), Features(window=40, softcap=2.0, has_sinks=True, has_slopes=True)]
 with_rules = pytest.mark.parametrize("features", RULES, ids=str)
 in_both_caches = pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=["float32", "int8"])
 # Around the edges of windows, of tiles and of blocks.
