@@ -40,7 +40,7 @@ PREFILL_LENGTHS = [(5, 5), (1, 17), (1, 18), (0, 7), (33, 33), (40, 40), (41, 41
 
 @with_rules
 @in_both_caches
-@pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70]], ids=["many", "one"])
+@pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70], [3000]], ids=["many", "one", "long"])
 def test_the_decode_reference_keeps_to_the_rule(features, cache_dtype, lengths):
     options = "cpu", torch.float32, cache_dtype, features
     check_decode(paged_decode_attention_torch, lengths, 6, 2, 20, 16, *options)
@@ -83,6 +83,12 @@ def test_a_layer_with_a_window_reads_no_prefix_of_others():
     layer.variant = AttentionRule(1.0, window=3)
     backend = make_cascade(cascade_config(heads=2, kv_heads=1), layer.backend)
     assert backend.for_layer(plain) is backend and backend.for_layer(layer) is layer.backend
+
+
+def test_flash_attention_gets_the_slopes():
+    slopes = torch.rand(4)
+    assert AttentionRule(1.0, slopes=slopes).flash_options()["alibi_slopes"] is slopes
+    assert AttentionRule(1.0, window=3).flash_options()["alibi_slopes"] is None
 
 
 def test_work_items_are_computed_by_layers_that_have_room_for_it():
