@@ -700,7 +700,7 @@ MUTATIONS = [
         ),
         ("slope * UNIT * distance", "slope * distance"),
         ("extras[1] + head, head <", "extras[1], head <"),
-        ("self.slopes[head] * (query - key)", "self.slopes[head] * (key - query)"),
+        ("-1, 1) * (query - key)", "-1, 1) * (key - query)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
@@ -718,7 +718,7 @@ MUTATIONS = [
         ("    return LAYER.score(extras[5], score, head, distance, LAYER)", "    return score"),
         ("            last_key = tl.maximum(last_key, tl.load(context_lens + seq) - 1)", "            pass"),
         ("query, last_key, head[:, None], extras", "query, last_key, kv_head * HEADS, extras"),
-        ("step.context_lens[rows, None, None] - 1,", "end - 1,"),
+        ("step.context_lens[rows, None] - 1,", "torch.tensor(end - 1),"),
     ),
     *mutations_of(
         "nanovllm/kernels/attention_variant",

@@ -58,11 +58,16 @@ class AttentionRule(AttentionVariant):
             return super().first_token(context_lens)
         return (context_lens - self.window).clamp_min(0)
 
-    def score(self, scores: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """As the hook. Heads and positions broadcast to the scores."""
+    def score(self, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """
+        As the hook, for scores in one of the shapes of `attend`'s queries, with keys in the place of
+        dimensions, and for the positions of both.
+        """
         if self.softcap:
             scores = self.softcap * (scores / self.softcap).tanh()
-        return scores if self.slopes is None else scores - self.slopes[head] * (query - key)
+        if self.slopes is not None:
+            scores = scores - self.slopes.view(*scores.shape[:2], -1, 1) * (query - key)
+        return scores
 
     def first_sums(self) -> Tensor:
         """Logs of what softmax denominators begin with, float32 [heads], for a variant with `begin`."""
@@ -73,11 +78,9 @@ class AttentionRule(AttentionVariant):
     ) -> Tensor:
         if self.hooks.score is None and self.sinks is None:  # nothing but the mask differs
             return super().attend(q, k, v, mask, is_causal)
-        num_queries = q.shape[-2] if is_causal or mask is not None else 1
-        head = torch.arange(q.shape[:-1].numel() // num_queries, device=q.device).view(*q.shape[:2], -1, 1)
         key = torch.arange(k.shape[-2], device=q.device)
-        query = key[-num_queries:, None]
-        scores = self.score(q.float() @ k.mT.float() * self.scale, head, query, key)
+        query = key[-q.shape[-2] :, None] if is_causal or mask is not None else key[-1]
+        scores = self.score(q.float() @ k.mT.float() * self.scale, query, key)
         if is_causal:
             mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if mask is not None:

@@ -47,8 +47,7 @@ def mpt(module: nn.Module, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Non
     if module.clip_qkv:
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
     heads = qkv.unflatten(-1, (3, module.n_heads, -1)).transpose(1, 3)
-    scale = module.softmax_scale
-    out, _ = attend(module, *heads.unbind(2), None, scaling=scale, slopes=module.slopes)
+    out, _ = attend(module, *heads.unbind(2), None, scaling=module.softmax_scale, slopes=module.slopes)
     return module.out_proj(out.flatten(2)), None
 
 

@@ -39,7 +39,7 @@ REFUSED = {
 }
 # Fields that files of a model type must not set, and why.
 REFUSED_FIELDS = {
-    ("bloom", "slow_but_exact"): "it multiplies by one part of a matrix after another",
+    ("bloom", "slow_but_exact"): "its products leave biases out",
     ("codegen", "auto_map"): "CodeGen2's own code may order queries, keys and values in another way",
 }
 # What its class computes, whatever these fields of files ask for.
@@ -102,7 +102,7 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
     for name, value in FIXED.get(kind, {}).items():
-        found = getattr(config, name) if hasattr(config, name) else getattr(config.attn_config, name)
+        found = getattr(config if hasattr(config, name) else config.attn_config, name)
         check(found == value, f"{name} must be {value!r} for model type {kind!r}", found)
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):

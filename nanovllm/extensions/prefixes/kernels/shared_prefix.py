@@ -161,7 +161,7 @@ def cascade_attention_torch(
     step: Any,
     layout: CacheLayout,
 ) -> Tensor:
-    plan, heads = step.attention_plan, q.shape[1]
+    plan = step.attention_plan
     items = plan.work_items[: plan.num_work_items].tolist()
     spans = [(plan.queries[first : first + count], begin, end) for first, count, begin, end in items]
     # What a sequence has of its own is as if of a work item, too.
@@ -177,10 +177,9 @@ def cascade_attention_torch(
         queries = _regroup(q[rows], len(keys)).float()
         scores = queries @ keys.mT.float() * variant.scale
         if variant.hooks.score is not None:
-            scores = scores.unflatten(1, (len(rows), -1))
-            head = torch.arange(heads, device=q.device).view(len(keys), 1, -1, 1)
-            positions = step.context_lens[rows, None, None] - 1, torch.arange(begin, end, device=q.device)
-            scores = variant.score(scores, head, *positions).flatten(1, 2)
+            scores = scores.unflatten(1, (len(rows), -1)).transpose(1, 2)
+            last, key = step.context_lens[rows, None] - 1, torch.arange(begin, end, device=q.device)
+            scores = variant.score(scores, last, key).transpose(1, 2).flatten(1, 2)
         log_sum = scores.logsumexp(-1)
         result = _regroup((scores - log_sum[..., None]).exp() @ values.float(), len(rows))
         log_sum = _regroup(log_sum, len(rows))
