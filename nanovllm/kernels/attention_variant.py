@@ -50,7 +50,12 @@ class Hooks(NamedTuple):
 
 
 class AttentionVariant:
-    """Plain causal attention. A subclass replaces what it computes in another way."""
+    """
+    Plain causal attention. A subclass replaces what it computes in another way. With a hook `score` it has a
+    method score(scores, query, key), too: of scores [kv_heads, heads of each, queries, keys], or in decode
+    [1, kv_heads, heads of each, keys], and of positions, which broadcast. With `begin` it has first_sums():
+    the logs of what softmax denominators begin with, float32 [heads].
+    """
 
     hooks = Hooks()
     extras: tuple[Any, ...] = ()  # tensors for the hooks

@@ -59,10 +59,6 @@ class AttentionRule(AttentionVariant):
         return (context_lens - self.window).clamp_min(0)
 
     def score(self, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """
-        As the hook, for scores in one of the shapes of `attend`'s queries, with keys in the place of
-        dimensions, and for the positions of both.
-        """
         if self.softcap:
             scores = self.softcap * (scores / self.softcap).tanh()
         if self.slopes is not None:
@@ -70,7 +66,6 @@ class AttentionRule(AttentionVariant):
         return scores
 
     def first_sums(self) -> Tensor:
-        """Logs of what softmax denominators begin with, float32 [heads], for a variant with `begin`."""
         return self.sinks.float()
 
     def attend(

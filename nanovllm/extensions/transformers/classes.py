@@ -1,8 +1,8 @@
 """Attention of types that compute it themselves, where others call a function; and ALiBi (Press et al. 2022).
 
-Their modules get a class of our own, which has transformers' parameters, but calls `attend`. What ALiBi
-subtracts from scores is computed there, too, by the slope of each head. These are what a type's own function
-says; that Falcon's rounds its sums to bfloat16, and BLOOM's to the model's dtype, is left out.
+Their modules get a class of our own, which has transformers' parameters, but calls `attend`. It is told the
+slope of each head for ALiBi, as the type's own function has it. That what these functions make of slopes and
+positions is rounded, by Falcon's to bfloat16 and by BLOOM's to the model's dtype, is left out.
 """
 
 import sys
@@ -73,7 +73,7 @@ def change_classes(model: Any) -> None:
 
 
 def slopes_of(model: Any) -> Tensor | None:
-    """Float32 [heads], or None. They are by how much what is added for two keys differs."""
+    """Float32 [heads], or None: by how much what is added to the scores of two keys differs."""
     modeling, config = sys.modules[type(model).__module__], model.config
     if config.model_type == "mpt":
         most = config.attn_config.alibi_bias_max  # which transformers takes to be 8
