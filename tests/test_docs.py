@@ -14,7 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.assembly import MODELS
 from nanovllm.config import Config
 from nanovllm.extensions.models.known import gguf_models
-from nanovllm.extensions.transformers.config import REFUSED, REFUSED_FIELDS, VERIFIED
+from nanovllm.extensions.transformers.config import FIXED, REFUSED, REFUSED_FIELDS, VERIFIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,6 +118,12 @@ def models_page() -> str:
     fields = "\n".join(
         f"- `{kind}` with `{field}`: {reason}." for (kind, field), reason in REFUSED_FIELDS.items()
     )
+    fixed = "\n".join(
+        f"- `{kind}` with others than "
+        + ", ".join(f"`{each[0]}` {each[1]!r}" for each in values.items())
+        + "."
+        for kind, values in FIXED.items()
+    )
     rows = "\n".join(row(name, entry) for name, entry in PUBLISHED.items())
     loaded = sum("refused" not in entry for entry in PUBLISHED.values())
     return f"""# What loads
@@ -152,6 +158,7 @@ are built so with `model_impl="transformers"`.
 Some files of these types are refused, because of a field:
 
 {fields}
+{fixed}
 - any with other `layer_types` than attention to all tokens or to a window, as mamba's of `granitemoehybrid`.
 
 ## Architectures of GGUF files

@@ -21,7 +21,8 @@ class Hooks(NamedTuple):
 
     first_token(extras, seq, context_len, HOOKS): the first token that a query sees; below 0 is 0, too.
     `context_len` counts the tokens up to it, itself among them: a number, or (in prefill) a tensor of them.
-    score(score, HOOKS): a tile of scores -> what takes their place.
+    score(extras, score, head, distance, HOOKS): a tile of scores -> what takes their place. `distance`, by
+    how many tokens each key lies before its query, broadcasts to the tile; so do the numbers of heads.
     begin(extras, index, highest, total, SIZES, HOOKS) -> highest, total, kept: what a decode program begins
     with. Its sequence is program_id(1), and if program_id(2) is 0 it has the first split, to which keys may
     be added that are not in the cache. `index` is (row, head, dim), see `begin_decode`; `highest` is
@@ -49,7 +50,12 @@ class Hooks(NamedTuple):
 
 
 class AttentionVariant:
-    """Plain causal attention. A subclass replaces what it computes in another way."""
+    """
+    Plain causal attention. A subclass replaces what it computes in another way. With a hook `score` it has a
+    method score(scores, query, key), too: of scores [kv_heads, heads of each, queries, keys], or in decode
+    [1, kv_heads, heads of each, keys], and of positions, which broadcast. With `begin` it has first_sums():
+    the logs of what softmax denominators begin with, float32 [heads].
+    """
 
     hooks = Hooks()
     extras: tuple[Any, ...] = ()  # tensors for the hooks
@@ -66,13 +72,6 @@ class AttentionVariant:
     def first_token(self, context_lens: Tensor) -> Tensor:
         """The first token that a query sees, for contexts of these lengths, the query itself included."""
         return torch.zeros_like(context_lens)
-
-    def score(self, scores: Tensor) -> Tensor:
-        return scores
-
-    def first_sums(self) -> Tensor | float:
-        """Logs of what softmax denominators begin with, float32 [heads]. -inf: they all begin with 0."""
-        return float("-inf")
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False

@@ -141,7 +141,7 @@ def _decode_kernel(
     Heads are columns: a tile of keys [TILE, DIM_PAD] times queries [DIM_PAD, HEADS_PAD], since the matrix
     unit takes 16 rows, and as few as 8 columns.
     """
-    first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
+    context_len, first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
     share = tl.program_id(0)
     kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
@@ -157,7 +157,7 @@ def _decode_kernel(
     query, index, highest, total, acc, kept = begin_decode(
         q, q_batch_stride, q_head_stride, extras, SIZES, HOOKS
     )
-    _, _, dim = index
+    _, head, dim = index
     is_dim = dim < SIZES.HEAD_DIM
     for start in range(begin, end, SIZES.TILE):
         token = start + tl.arange(0, SIZES.TILE)
@@ -170,7 +170,7 @@ def _decode_kernel(
         key, value = key.to(query.dtype), value.to(query.dtype)
         score = tl.dot(key, query, input_precision="ieee") * scale_log2
         if HOOKS.score is not None:
-            score = HOOKS.score(score, HOOKS)
+            score = HOOKS.score(extras, score, head, (context_len - 1 - token)[:, None], HOOKS)
         score = tl.where(seen[:, None], score, MINUS_INF)
         new_highest = tl.maximum(highest, tl.max(score, axis=0))
         shrink = tl.exp2(highest - new_highest)

@@ -60,8 +60,7 @@ def varlen_prefill_attention(
     element_size = max(q.element_size(), k.element_size())
     query_tile, key_tile, num_warps, num_stages = _tiles(dim_pad, element_size, step.max_seqlen_q, q.device)
     sizes = PrefillSizes(heads // kv_heads, head_dim, dim_pad, block_size, query_tile, key_tile)
-    num_seqs = len(step.cu_seqlens_q) - 1
-    _prefill_kernel[(cdiv(step.max_seqlen_q, query_tile), heads, num_seqs)](
+    _prefill_kernel[(cdiv(step.max_seqlen_q, query_tile), heads, len(step.cu_seqlens_q) - 1)](
         q,
         k,
         v,
@@ -166,7 +165,7 @@ def _prefill_kernel(
         block_tables += seq.to(tl.int64) * table_stride
     last_key = len_k - len_q + index  # the last key that each query sees
     position = len_k - len_q + first  # of the first query
-    all_seen = (tl.maximum(position + 1, 0) // KEY_TILE) * KEY_TILE
+    all_seen = tl.maximum(position + 1, 0) // KEY_TILE * KEY_TILE
     some_seen = tl.minimum(position + QUERY_TILE, len_k)
 
     highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
@@ -177,39 +176,41 @@ def _prefill_kernel(
     sums = highest, total, acc
     cache = k_head, v_head, block_tables, k_token_stride, v_token_stride
     begin = 0
-    seen = len_k, None, None, last_key
+    seen = len_k, None, None
+    queries = query, last_key, head, extras
     if HOOKS.first_token is not None:
         # Before first_key no query sees a key, and from `begin` on every query sees them.
         first_key = tl.maximum(HOOKS.first_token(extras, seq, position + 1, HOOKS), 0)
         begin = tl.maximum(HOOKS.first_token(extras, seq, position + QUERY_TILE, HOOKS), 0)
         unseen_key = HOOKS.first_token(extras, seq, last_key + 1, HOOKS) - 1  # of each query
         begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)
-        seen = len_k, first_key, unseen_key, last_key
+        seen = len_k, first_key, unseen_key
         start = first_key // KEY_TILE * KEY_TILE
-        sums = attend_to_tiles(start, begin, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        sums = attend_to_tiles(start, begin, queries, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
     # Every query sees the keys from here on, without a mask, and some queries the last ones.
-    sums = attend_to_tiles(begin, all_seen, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False)
+    sums = attend_to_tiles(begin, all_seen, queries, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False)
     sums = attend_to_tiles(
-        all_seen, some_seen, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True
+        all_seen, some_seen, queries, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True
     )
 
     _, total, acc = sums
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    num_heads = tl.num_programs(1)
-    out_address = out + (token[:, None] * num_heads + head) * SIZES.HEAD_DIM + dim[None, :]
-    tl.store(out_address, result, mask=inside)
+    row = token[:, None] * tl.num_programs(1) + head
+    tl.store(out + row * SIZES.HEAD_DIM + dim[None, :], result, mask=inside)
 
 
 @triton.jit
-def attend_to_tiles(begin, end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, MASKED):
+def attend_to_tiles(begin, end, queries, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, MASKED):
     """
     Add the tiles from `begin`, a multiple of KEY_TILE, up to `end` to the sums: exp2(score - highest) to
-    `total`, values with these weights to `acc`. `load_rows` explains `cache`. `seen` is (len_k, first_key,
-    unseen_key, last_key): no query sees a key before first_key (None: 0), or from len_k on. If tiles are
-    MASKED, each sees keys behind unseen_key (None: from 0 on) up to last_key.
+    `total`, values with these weights to `acc`. `queries` are a tile of them, the last key that each sees,
+    which is its own, their heads, and what hooks get. `load_rows` explains `cache`. `seen` is (len_k,
+    first_key, unseen_key): no query sees a key before first_key (None: 0), or from len_k on. If tiles are
+    MASKED, each sees keys behind unseen_key (None: from 0 on) up to its last.
     """
     highest, total, acc = sums
-    len_k, first_key, unseen_key, last_key = seen
+    query, last_key, head, extras = queries
+    len_k, first_key, unseen_key = seen
     for start in range(begin, end, SIZES.KEY_TILE):
         token = start + tl.arange(0, SIZES.KEY_TILE)
         inside = token < len_k
@@ -219,7 +220,8 @@ def attend_to_tiles(begin, end, query, cache, seen, sums, scale_log2, SIZES, HOO
         score = tl.dot(query, key, input_precision="ieee")
         unit = scale_log2
         if HOOKS.score is not None:
-            score, unit = HOOKS.score(score * scale_log2, HOOKS), 1.0
+            distance = last_key[:, None] - token[None, :]
+            score, unit = HOOKS.score(extras, score * scale_log2, head, distance, HOOKS), 1.0
         if MASKED:
             score = tl.where(token[None, :] <= last_key[:, None], score, MINUS_INF)
             if first_key is not None:

@@ -11,16 +11,15 @@ from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
 @triton.jit
 def own_tokens(context_lens, extras, SIZES, HOOKS):
     """
-    Which tokens this program sees, of sequence program_id(1). -> the first that the query sees, begin and end
-    of this program's, and how many splits have tokens.
+    Which tokens this program sees, of sequence program_id(1). -> how many there are, the first that the query
+    sees, begin and end of this program's, and how many splits have tokens.
     """
     TILE: tl.constexpr = SIZES.TILE
     seq = tl.program_id(1)
     context_len = tl.load(context_lens + seq)
     first = 0
     if HOOKS.first_token is not None:
-        first = HOOKS.first_token(extras, seq, context_len, HOOKS)
-        first = tl.maximum(first, 0)
+        first = tl.maximum(HOOKS.first_token(extras, seq, context_len, HOOKS), 0)
     begin = first // TILE * TILE
     end = context_len
     used_splits = 1
@@ -29,11 +28,10 @@ def own_tokens(context_lens, extras, SIZES, HOOKS):
         tiles = tl.cdiv(own_len, TILE)  # a short context has fewer than there are splits
         tiles_of_each = tl.cdiv(tiles, tl.num_programs(2))
         split_len = tl.maximum(tiles_of_each, 1) * TILE
-        used_splits = tl.cdiv(own_len, split_len)
-        used_splits = tl.maximum(used_splits, 1)
+        used_splits = tl.maximum(tl.cdiv(own_len, split_len), 1)
         begin += tl.program_id(2) * split_len
         end = tl.minimum(begin + split_len, context_len)
-    return first, begin, end, used_splits
+    return context_len, first, begin, end, used_splits
 
 
 @triton.jit

@@ -89,13 +89,27 @@ class TorchBackend(AttentionBackend):
 
 class FlashBackend(AttentionBackend):
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        lengths = step.cu_seqlens_q, step.cu_seqlens_k, step.max_seqlen_q, step.max_seqlen_k
-        options = variant.flash_options()
-        return flash_attn_varlen_func(q, k, v, *lengths, block_table=step.block_tables, **options)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            step.cu_seqlens_q,
+            step.cu_seqlens_k,
+            step.max_seqlen_q,
+            step.max_seqlen_k,
+            block_table=step.block_tables,
+            **variant.flash_options(),
+        )
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
-        lengths = {"cache_seqlens": step.context_lens, "block_table": step.block_tables}
-        return flash_attn_with_kvcache(q[:, None], k, v, **lengths, **variant.flash_options()).squeeze(1)
+        return flash_attn_with_kvcache(
+            q[:, None],
+            k,
+            v,
+            cache_seqlens=step.context_lens,
+            block_table=step.block_tables,
+            **variant.flash_options(),
+        ).squeeze(1)
 
 
 BACKENDS = {"torch": TorchBackend, "flash": FlashBackend}

@@ -695,9 +695,12 @@ MUTATIONS = [
             "return (context_lens - self.window + 1).clamp_min(0)",
         ),
         (
-            "if not self.softcap and self.sinks is None:  # nothing",
-            "if rows is None or not self.softcap and self.sinks is None:  # nothing",
+            "if self.hooks.score is None and self.sinks is None:  # nothing",
+            "if mask is None or self.hooks.score is None and self.sinks is None:  # nothing",
         ),
+        ("slope * UNIT * distance", "slope * distance"),
+        ("extras[1] + head, head <", "extras[1], head <"),
+        ("-1, 1) * (query - key)", "-1, 1) * (key - query)"),
     ),
     *mutations_of(
         "nanovllm/extensions/prefixes/cascade",
@@ -712,7 +715,10 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/prefixes/kernels/shared_prefix",
         ("if LAYER.begin is not None:", "if False:"),
-        ("    return LAYER.score(score, LAYER)", "    return score"),
+        ("    return LAYER.score(extras[5], score, head, distance, LAYER)", "    return score"),
+        ("            last_key = tl.maximum(last_key, tl.load(context_lens + seq) - 1)", "            pass"),
+        ("query, last_key, head[:, None], extras", "query, last_key, kv_head * HEADS, extras"),
+        ("step.context_lens[rows, None] - 1,", "torch.tensor(end - 1),"),
     ),
     *mutations_of(
         "nanovllm/kernels/attention_variant",
@@ -726,11 +732,13 @@ MUTATIONS = [
         "nanovllm/kernels/decode_attention",
         ("share // (SIZES.SHARES // SIZES.KV_HEADS)", "share % SIZES.KV_HEADS"),
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
+        ("(context_len - 1 - token)[:, None]", "(end - 1 - token)[:, None]"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/decode",
         ("tl.where(seen, fast_log2(value_scale), 0.0)", "fast_log2(value_scale)"),
         ("widen(value) - 1152.0", "widen(value) - 1151.0"),
+        ("(context_len - 1 - token)[:, None]", "(end - 1 - token)[:, None]"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/int8_cache",
@@ -749,6 +757,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/prefill_attention",
         ("token[None, :] > unseen_key[:, None]", "token[None, :] >= unseen_key[:, None]"),
+        ("last_key[:, None] - token[None, :]", "token[None, :] - last_key[:, None]"),
         ("begin = tl.minimum(tl.cdiv(begin, KEY_TILE) * KEY_TILE, all_seen)", "begin = 0"),
         ("(key >= begins[:, None]) & (key < ends[:, None])", "key < ends[:, None]"),
     ),
@@ -1106,6 +1115,7 @@ MUTATIONS = [
         ("window if is_known else OTHER_MASK", "window"),
         ("(value, num_heads, scale, *attention.features.values())", "(value, num_heads, scale)"),
         ("(value, num_heads, scale, *attention.features.values())", "(value, *attention.features.values())"),
+        ('"slopes": options.get("slopes")', '"slopes": None'),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/faster",
@@ -1129,7 +1139,12 @@ MUTATIONS = [
         "nanovllm/extensions/transformers/classes",
         ('if module.attention_type == "local" else 0', "if False else 0"),
         ("scaling=1.0, ", ""),
-        ("(module.num_kv_heads, -1, module.head_dim)", "(1, -1, module.head_dim)"),
+        ("(kv_heads, -1, module.head_dim)", "(1, -1, module.head_dim)"),
+        ("    return out + residual, None", "    return out, None"),
+        ("if module.clip_qkv:", "if False:"),
+        ("config.n_heads, 2, most", "config.n_heads, 2"),
+        ("            added *= config.head_dim**-0.5", "            pass"),
+        ("    base.use_alibi = False", "    pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/gguf",
@@ -1171,6 +1186,8 @@ MUTATIONS = [
         ('if settings.get("rope_type") == "longrope":', "if False:"),
         ("if isinstance(size, list):", "if False:"),
         ("if model_type == kind and raw.get(field):", "if False:"),
+        ("check(found == value,", "check(True,"),
+        ('("seq_length", 2048)', '("seq_length", 1024)'),
         ("theirs._decode_special_floats(raw)", "raw"),
         ('value * ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]', "value"),
         ("        check_rope(settings, known)\n", ""),

@@ -28,12 +28,14 @@ class Features(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    has_slopes: bool = False
 
     def rule(self, heads, head_dim, device):
         if self == Features():
             return AttentionVariant(head_dim**-0.5)
         sinks = rand(heads, device=device) + 1 if self.has_sinks else None
-        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks)
+        slopes = torch.rand(heads, device=device) if self.has_slopes else None
+        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks, slopes)
 
 
 def sum_and_norm(parts, residual, weight, eps):

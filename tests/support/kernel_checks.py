@@ -115,7 +115,8 @@ def paged_caches(lengths, block_size, kv_heads, head_dim, device, dtype):
 
 def plain_attention(q, k, v, rule):
     """Causal attention in float64 of the last tokens: q [len_q, heads, dim], k, v [len_k, kv_heads, dim]."""
-    softcap, window, sinks = (getattr(rule, name, None) for name in ("softcap", "window", "sinks"))
+    names = "softcap", "window", "sinks", "slopes"
+    softcap, window, sinks, slopes = (getattr(rule, name, None) for name in names)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
@@ -123,6 +124,9 @@ def plain_attention(q, k, v, rule):
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     last = k.shape[1] - q.shape[1]  # the last key that the first query sees
+    if slopes is not None:
+        key = torch.arange(k.shape[1], device=q.device)
+        scores += slopes.double()[:, None, None] * (key - key[last:, None])
     seen = torch.ones_like(scores, dtype=torch.bool).tril(last)
     if window:
         seen = seen.triu(last - window + 1)

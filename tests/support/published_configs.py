@@ -32,6 +32,23 @@ FALCON |= dict(alibi=False, bias=False, multi_query=True, parallel_attn=True, la
 FALCON |= dict(bos_token_id=11, eos_token_id=11, hidden_dropout=0.0, torch_dtype="bfloat16")
 FALCON_40B = FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, hidden_size=64)
 
+FALCON_RW = FALCON | dict(alibi=True, bias=True, multi_query=False, parallel_attn=False, hidden_size=64)
+FALCON_RW |= dict(new_decoder_architecture=False, apply_residual_connection_post_layernorm=False)
+
+BLOOM = dict(model_type="bloom", architectures=["BloomForCausalLM"], vocab_size=320, n_layer=2, n_inner=None)
+BLOOM |= dict(apply_residual_connection_post_layernorm=False, layer_norm_epsilon=1e-5, pretraining_tp=1)
+BLOOM |= dict(attention_dropout=0.0, hidden_dropout=0.0, slow_but_exact=False, masked_softmax_fusion=True)
+BLOOM |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=3, skip_bias_add=True, offset_alibi=100)
+
+MPT_ATTENTION = dict(alibi=True, alibi_bias_max=8, attn_impl="torch", attn_pdrop=0, clip_qkv=None)
+MPT_ATTENTION |= dict(attn_type="multihead_attention", attn_uses_sequence_id=False, prefix_lm=False)
+MPT_ATTENTION |= dict(qk_ln=False, softmax_scale=None)
+MPT = dict(model_type="mpt", architectures=["MPTForCausalLM"], vocab_size=320, d_model=64, n_layers=2)
+MPT |= dict(expansion_ratio=4, learned_pos_emb=True, logit_scale=None, max_seq_len=512, no_bias=True)
+MPT |= dict(attn_config=MPT_ATTENTION, emb_pdrop=0, resid_pdrop=0, embedding_fraction=1.0, use_cache=False)
+MPT |= dict(norm_type="low_precision_layernorm", torch_dtype="bfloat16", init_device="cpu", verbose=0)
+MPT |= dict(auto_map={"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"})
+
 GRANITE = dict(model_type="granitemoehybrid", architectures=["GraniteMoeHybridForCausalLM"], vocab_size=320)
 GRANITE |= dict(num_hidden_layers=2, layer_types=["attention"] * 2, hidden_size=64, hidden_act="silu")
 GRANITE |= dict(num_attention_heads=4, num_key_value_heads=1, attention_bias=False, intermediate_size=96)
@@ -76,6 +93,15 @@ PUBLISHED = {
     "tiiuae/falcon-11B": FALCON_40B
     | dict(num_attention_heads=8, num_ln_in_parallel_attn=1, ff_factor=4, ffn_hidden_size=256)
     | dict(rope_theta=500042, max_position_embeddings=512, activation="gelu", tie_word_embeddings=False),
+    "tiiuae/falcon-rw-1b": FALCON_RW | dict(num_attention_heads=8, bos_token_id=1, eos_token_id=2),
+    "tiiuae/falcon-rw-7b": FALCON_RW | dict(num_attention_heads=4),
+    "bigscience/bloom-560m": BLOOM | dict(n_embed=64, num_attention_heads=16),
+    "bigscience/bloom-7b1": BLOOM
+    | dict(hidden_size=64, n_head=4, seq_length=512, unk_token_id=0, attention_softmax_in_fp32=True),
+    "bigscience/bloom": BLOOM | dict(n_embed=112, num_attention_heads=14, pretraining_tp=4, seq_length=512),
+    "mosaicml/mpt-7b": MPT | dict(n_heads=4),
+    "mosaicml/mpt-7b-8k": MPT | dict(n_heads=4, attn_config=MPT_ATTENTION | {"clip_qkv": 0.5}),
+    "mosaicml/mpt-30b": MPT | dict(d_model=112, n_heads=7),
     "ibm-granite/granite-4.0-micro": GRANITE | dict(num_attention_heads=8, logits_scaling=10),
     "ibm-granite/granite-4.0-1b": GRANITE,
     "ibm-granite/granite-4.0-350m": GRANITE | dict(residual_multiplier=0.263, logits_scaling=4),

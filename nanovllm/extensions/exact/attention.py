@@ -15,7 +15,7 @@ class ExactBackend(AttentionBackend):
 
     def for_layer(self, layer: Attention) -> AttentionBackend:
         if any(layer.variant.hooks[:-1]):
-            raise ValueError("exact=True cannot be used with windows, caps or sinks of attention")
+            raise ValueError("exact=True cannot be used with windows, caps, sinks or slopes of attention")
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:

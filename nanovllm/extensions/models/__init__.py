@@ -10,8 +10,8 @@ way. To add a model, read `qwen2.py`, which is ten lines.
 
 `config.py` finds the model that a file names and, with `rope.py`, reads the file's fields in every spelling.
 
-A window of tokens, a limit of scores and attention sinks change what attention itself computes:
-`attention_rule.py` has them as hooks of the attention kernels and in torch.
+A window of tokens, a limit of scores, attention sinks and slopes (ALiBi) change what attention itself
+computes: `attention_rule.py` has them as hooks of the attention kernels and in torch.
 
 Mixtures of experts need `extensions/experts`.
 """

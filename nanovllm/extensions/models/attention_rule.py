@@ -1,4 +1,4 @@
-"""Attention with a window, a soft limit of scores, or sinks: what Mistral, Gemma and gpt-oss do.
+"""Attention with a window, a limit of scores, sinks or slopes: what Mistral, Gemma, gpt-oss and BLOOM do.
 
 What a rule leaves out is not compiled into the kernels.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.attention_variant import AttentionVariant, Hooks
-from nanovllm.kernels.runtime import LOG2_E, tl, triton
+from nanovllm.kernels.runtime import LOG2_E, masked_load, tl, triton
 
 UNIT = tl.constexpr(LOG2_E)  # kernels compute exp2 of scores that are multiplied by this
 
@@ -18,6 +18,7 @@ UNIT = tl.constexpr(LOG2_E)  # kernels compute exp2 of scores that are multiplie
 class RuleConstants(NamedTuple):
     window: int
     softcap: float
+    num_slopes: int
 
 
 @dataclass(eq=False)
@@ -25,47 +26,56 @@ class AttentionRule(AttentionVariant):
     """
     A token attends to the last `window` tokens, itself among them (0: to all before it). A score s = q k^T *
     scale becomes softcap * tanh(s / softcap), unless that is 0 (Gemma 2). exp(sinks[head]) joins the sum that
-    a head's probabilities are divided by: a key that has no value (gpt-oss).
+    a head's probabilities are divided by: a key that has no value (gpt-oss). From each score slopes[head] is
+    subtracted as often as the key lies before the query (ALiBi; Press et al., 2022).
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None  # [heads], of any floating dtype
+    slopes: Tensor | None = None  # float32 [heads]
 
     def __post_init__(self) -> None:
-        has_sinks = self.sinks is not None
+        has_sinks, has_slopes = self.sinks is not None, self.slopes is not None
         self.hooks = Hooks(
             first_token=window_start if self.window else None,
-            score=soften if self.softcap else None,
+            score=change_score if self.softcap or has_slopes else None,
             begin=begin_with_sink if has_sinks else None,
             begin_prefill=begin_prefill_with_sink if has_sinks else None,
-            constants=RuleConstants(self.window, self.softcap),
+            constants=RuleConstants(self.window, self.softcap, len(self.slopes) if has_slopes else 0),
         )
-        self.extras = (self.sinks,) if has_sinks else ()
+        self.extras = self.sinks, self.slopes
         self.flash_problem = "it knows no attention sinks" if has_sinks else ""
 
     def flash_options(self) -> dict[str, Any]:
         window = (self.window - 1, 0) if self.window else (-1, -1)  # which does not count the token itself
-        return super().flash_options() | {"window_size": window, "softcap": self.softcap}
+        options = {"window_size": window, "softcap": self.softcap, "alibi_slopes": self.slopes}
+        return super().flash_options() | options
 
     def first_token(self, context_lens: Tensor) -> Tensor:
         if not self.window:
             return super().first_token(context_lens)
         return (context_lens - self.window).clamp_min(0)
 
-    def score(self, scores: Tensor) -> Tensor:
-        return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
+    def score(self, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if self.softcap:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        if self.slopes is not None:
+            scores = scores - self.slopes.view(*scores.shape[:2], -1, 1) * (query - key)
+        return scores
 
-    def first_sums(self) -> Tensor | float:
-        return super().first_sums() if self.sinks is None else self.sinks.float()
+    def first_sums(self) -> Tensor:
+        return self.sinks.float()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        if not self.softcap and self.sinks is None:  # nothing but the mask differs
+        if self.hooks.score is None and self.sinks is None:  # nothing but the mask differs
             return super().attend(q, k, v, mask, is_causal)
-        scores = self.score(q.float() @ k.mT.float() * self.scale)
+        key = torch.arange(k.shape[-2], device=q.device)
+        query = key[-q.shape[-2] :, None] if is_causal or mask is not None else key[-1]
+        scores = self.score(q.float() @ k.mT.float() * self.scale, query, key)
         if is_causal:
             mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if mask is not None:
@@ -88,11 +98,16 @@ def window_start(extras, seq, context_len, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def soften(score, HOOKS: tl.constexpr):
-    """softcap * tanh(score / softcap), of scores in units of log2."""
+def change_score(extras, score, head, distance, HOOKS: tl.constexpr):
+    """softcap * tanh(score / softcap) - slope * distance, of scores in units of log2."""
     SOFTCAP: tl.constexpr = HOOKS.constants.softcap
-    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 / SOFTCAP)))
-    return tanh * (SOFTCAP * UNIT)
+    if SOFTCAP > 0:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 / SOFTCAP)))
+        score = tanh * (SOFTCAP * UNIT)
+    if HOOKS.constants.num_slopes > 0:
+        slope = masked_load(extras[1] + head, head < HOOKS.constants.num_slopes)
+        score -= slope * UNIT * distance
+    return score
 
 
 @triton.jit

@@ -7,10 +7,10 @@ this engine's, and norms, activations and rotations that compute the same on ran
 kernels.
 
 - `config.py` reads the configuration; `model.py` builds the model; `weights.py` maps names of tensors.
-- `parts.py` has what stands in place of attention, `classes.py` attention that calls no function;
+- `parts.py` has what stands in place of attention, `classes.py` attention that calls no function, and ALiBi;
   `faster.py` replaces the rest.
 - `ranks.py` cuts the model by the plan that transformers has for it.
 
-It needs `extensions/quantised` and `extensions/experts` for their weights. Windows, caps and sinks are noted
-in `features` of each attention layer, for whoever builds the model: `extensions/models` sets them.
+It needs `extensions/quantised` and `extensions/experts` for their weights. Windows, caps, sinks and slopes
+are noted in `features` of each attention layer, for whoever builds the model: `extensions/models` sets them.
 """

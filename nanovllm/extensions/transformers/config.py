@@ -7,21 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.checkpoints.model_config import check_size
-from nanovllm.utils.validation import number, shown
+from nanovllm.utils.validation import check, number, shown
 
 # Model types that give transformers' own logits here, as a test shows. Others may keep a state, attend in
 # another way, or do something beside attention that nobody would notice until the text is wrong.
 VERIFIED = (
-    "afmoe apertus arcee aria_text axk1 biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm "
+    "afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe ctrl cwm "
     "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon flex_olmo flint "
     "gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 "
     "gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa "
     "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 "
     "iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
-    "mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
+    "mistral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 "
     "phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu"
 ).split()
-ALIBI = "it shifts scores by the distance of tokens (ALiBi)"
 # Why others are refused, as far as there is more to say than that no test shows them to be right.
 REFUSED = {
     "it keeps a state of another kind than keys and values": (
@@ -35,15 +34,29 @@ REFUSED = {
         "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta "
         "xlm-roberta-xl xmod"
     ).split(),
-    ALIBI: ["bloom", "mpt"],
     "it attends in chunks, and its experts can be neither split nor quantised": ["llama4", "llama4_text"],
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
 }
 # Fields that files of a model type must not set, and why.
 REFUSED_FIELDS = {
-    ("falcon", "alibi"): ALIBI,
+    ("bloom", "slow_but_exact"): "its products leave biases out",
     ("codegen", "auto_map"): "CodeGen2's own code may order queries, keys and values in another way",
 }
+# What its class computes, whatever these fields of files ask for.
+FIXED = {
+    "mpt": {
+        "no_bias": True,
+        "expansion_ratio": 4,
+        "logit_scale": None,
+        "norm_type": "low_precision_layernorm",
+        "attn_type": "multihead_attention",
+        "alibi": True,
+        "qk_ln": False,
+        "prefix_lm": False,
+    }
+}
+# What a type calls the positions that a checkpoint is for, and how many they are if it does not say so.
+CONTEXT_LIMITS = {"mpt": ("max_seq_len", None), "bloom": ("seq_length", 2048)}
 # What transformers' classes read besides, as far as they do not list it themselves.
 ROPE_KEYS = {"alpha", "short_factor", "long_factor", "short_mscale", "long_mscale"}
 # Each has a default, or is checked, where all configurations are read.
@@ -88,6 +101,9 @@ def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = l
         config = theirs(**theirs._decode_special_floats(raw) | {"architectures": None})
     except Exception as error:  # whatever a foreign file makes of foreign code
         raise ValueError(f"transformers cannot read the configuration: {error!r:.300}") from error
+    for name, value in FIXED.get(kind, {}).items():
+        found = getattr(config if hasattr(config, name) else config.attn_config, name)
+        check(found == value, f"{name} must be {value!r} for model type {kind!r}", found)
     known = ROPE_KEYS.union(getattr(config, "ignore_keys_at_rope_validation", None) or ())
     for settings in _rope_parameters(config):
         check_rope(settings, known)
@@ -138,8 +154,9 @@ def read_transformers_config(raw: dict[str, Any], check_rope: Callable[..., None
 
 def _context_limit(config: Any) -> int:
     """Positions that the checkpoint is for."""
-    limit = getattr(config, "max_position_embeddings", None)
-    check_size(limit, "max_position_embeddings")
+    name, default = CONTEXT_LIMITS.get(config.model_type, ("max_position_embeddings", None))
+    limit = getattr(config, name, default)
+    check_size(limit, name)
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - KINDS_OF_LAYERS:
         raise ValueError(f"layer_types {sorted(others)} are not supported, only {sorted(KINDS_OF_LAYERS)}")

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from nanovllm.distributed.group import get_group
-from nanovllm.extensions.transformers.classes import register_class
+from nanovllm.extensions.transformers.classes import CLASSES, change_classes
 from nanovllm.extensions.transformers.config import transformers_config
 from nanovllm.extensions.transformers.faster import PACKED, change_methods, replacement
 from nanovllm.extensions.transformers.parts import NAME, register
@@ -85,13 +85,13 @@ def build(config: Any) -> Any:
 
     theirs = transformers_config(config.raw)
     register()
-    register_class(theirs.model_type)
+    has_own = theirs.model_type in CLASSES
     theirs.num_hidden_layers = config.num_hidden_layers
     with without_memory():
         try:
             model = AutoModelForCausalLM.from_config(
                 theirs,
-                attn_implementation=NAME,
+                attn_implementation="eager" if has_own else NAME,
                 experts_implementation="batched_mm",
                 dtype=torch.get_default_dtype(),
             )
@@ -99,6 +99,8 @@ def build(config: Any) -> Any:
             raise ValueError(f"transformers cannot build the model: {error!r:.300}") from error
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} is not supported: it has no head for a vocabulary")
+    if has_own:
+        change_classes(model)
     return model.eval()
 
 

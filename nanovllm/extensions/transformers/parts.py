@@ -97,6 +97,7 @@ def make_attention(
         "window": options["sliding_window"] or 0,
         "softcap": options.get("softcap") or 0.0,
         "sinks": sinks,
+        "slopes": options.get("slopes"),
     }
     # Layers that do the same with the same keys and values share one cache.
     return vars(key).setdefault((value, num_heads, scale, *attention.features.values()), attention)

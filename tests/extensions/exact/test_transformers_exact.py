@@ -59,9 +59,10 @@ def test_a_type_with_experts_is_refused_by_name_even_if_no_bits_are_seen_to_diff
         start(make("olmoe", tmp_path), exact=True, dtype="bfloat16")
 
 
-def test_other_attention_than_plain_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="exact=True cannot be used with windows, caps or sinks"):
-        start(make("gemma2", tmp_path), exact=True)
+@pytest.mark.parametrize("kind", ["gemma2", "bloom"])
+def test_other_attention_than_plain_is_refused(tmp_path, kind):
+    with pytest.raises(ValueError, match="exact=True cannot be used with windows, caps, sinks or slopes"):
+        start(make(kind, tmp_path), exact=True)
 
 
 def test_several_ranks_are_refused(tmp_path):

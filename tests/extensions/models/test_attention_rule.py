@@ -1,4 +1,4 @@
-"""Attention with windows, soft limits of scores and sinks: references and kernels against plain sums."""
+"""Attention with windows, limits of scores, sinks and slopes: references and kernels against plain sums."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context
 
 RULES = [Features(window=1), Features(window=17), Features(softcap=2.0), Features(has_sinks=True)]
-RULES += [Features(window=40, softcap=2.0, has_sinks=True)]
+RULES += [Features(has_slopes=True), Features(window=40, softcap=2.0, has_sinks=True, has_slopes=True)]
 with_rules = pytest.mark.parametrize("features", RULES, ids=str)
 in_both_caches = pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=["float32", "int8"])
 # Around the edges of windows, of tiles and of blocks.
@@ -40,7 +40,7 @@ PREFILL_LENGTHS = [(5, 5), (1, 17), (1, 18), (0, 7), (33, 33), (40, 40), (41, 41
 
 @with_rules
 @in_both_caches
-@pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70]], ids=["many", "one"])
+@pytest.mark.parametrize("lengths", [DECODE_LENGTHS, [70], [3000]], ids=["many", "one", "long"])
 def test_the_decode_reference_keeps_to_the_rule(features, cache_dtype, lengths):
     options = "cpu", torch.float32, cache_dtype, features
     check_decode(paged_decode_attention_torch, lengths, 6, 2, 20, 16, *options)
@@ -85,6 +85,12 @@ def test_a_layer_with_a_window_reads_no_prefix_of_others():
     assert backend.for_layer(plain) is backend and backend.for_layer(layer) is layer.backend
 
 
+def test_flash_attention_gets_the_slopes():
+    slopes = torch.rand(4)
+    assert AttentionRule(1.0, slopes=slopes).flash_options()["alibi_slopes"] is slopes
+    assert AttentionRule(1.0, window=3).flash_options()["alibi_slopes"] is None
+
+
 def test_work_items_are_computed_by_layers_that_have_room_for_it():
     cpu = torch.device("cpu")
     assert can_share(4, 4, 128, 2, cpu) and can_share(4, 2, 128, 2, cpu)
@@ -120,9 +126,9 @@ KERNEL_RULES = RULES[1:] if INTERPRETED else [*RULES[2:], Features(window=128)]
 @pytest.mark.parametrize("features", KERNEL_RULES, ids=str)
 def test_decode_keeps_to_the_rule(device, dtype, cache_dtype, heads, kv_heads, head_dim, features):
     lengths = on(device, [1, 0, 127, 128, 129, 500, 501, 640, 1000, 4000], [1, 0, 17, 40, 58, 130])
-    for batches in on(device, (1, 60), (1,)):  # split and not
+    for some in on(device, (lengths, lengths * 60), (lengths, lengths[-1:])):  # split and not
         options = 16, device, dtype, cache_dtype, features
-        check_decode(paged_decode_attention, lengths * batches, heads, kv_heads, head_dim, *options)
+        check_decode(paged_decode_attention, some, heads, kv_heads, head_dim, *options)
 
 
 @on_devices

@@ -11,7 +11,9 @@ from quantised_checkpoints import PACKERS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.mpt import modeling_mpt
 from transformers_checkpoints import (
+    GREEDY,
     MIXED,
     PROMPTS,
     assert_answers_as_transformers,
@@ -20,6 +22,7 @@ from transformers_checkpoints import (
 )
 
 from nanovllm import LLM
+from nanovllm.extensions.prefixes import planner
 from nanovllm.extensions.transformers.config import REFUSED, VERIFIED, transformers_config
 from nanovllm.extensions.transformers.faster import (
     GatedMLP,
@@ -33,7 +36,9 @@ from nanovllm.extensions.transformers.parts import make_attention
 from nanovllm.layers.layernorm import RMSNorm
 from tiny_checkpoints import (
     EXACT,
+    assert_greedy,
     edit_json,
+    load_reference,
     make_checkpoint,
     one_thread,  # noqa: F401
 )
@@ -319,6 +324,68 @@ def test_masks_that_old_files_hold_are_left_out(tmp_path, kind):
     assert_answers_as_transformers(folder)
 
 
+def slopes_of(folder) -> torch.Tensor:
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        slopes = {id(each.variant.slopes): each.variant.slopes for each in llm.model_runner.model.attention}
+    [found] = slopes.values()
+    return found.double()
+
+
+def powers(exponents) -> torch.Tensor:
+    return 2.0 ** -torch.tensor(exponents, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("heads, exponents", [(4, [2, 4, 6, 8]), (6, [2, 4, 6, 8, 1, 3]), (16, None)])
+def test_slopes_are_those_of_the_next_power_of_two_and_of_every_second_of_the_one_behind(
+    tmp_path, heads, exponents
+):
+    expected = powers(exponents or [i / 2 for i in range(1, 17)])
+    sizes = dict(num_attention_heads=heads, hidden_size=96)
+    found = slopes_of(make("bloom", tmp_path / "bloom", **sizes))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    found = slopes_of(make("falcon", tmp_path / "falcon", alibi=True, multi_query=False, **sizes))
+    scaled = expected.bfloat16().double() / (96 / heads) ** 0.5  # rounded by transformers, too
+    torch.testing.assert_close(found, scaled, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("most, heads, exponents", [(8, 4, [2, 4, 6, 8]), (16, 6, [4, 8, 12, 16, 2, 6])])
+def test_slopes_of_mpt_end_with_what_its_file_says(tmp_path, monkeypatch, most, heads, exponents):
+    config = {"attn_config": {"alibi_bias_max": most}}
+    folder = make("mpt", tmp_path, num_attention_heads=heads, hidden_size=96, **config)
+    torch.testing.assert_close(slopes_of(folder), powers(exponents), rtol=1e-6, atol=0)
+    # Which transformers takes no notice of.
+    monkeypatch.setattr(modeling_mpt.build_mpt_alibi_tensor, "__defaults__", (most, None))
+    theirs = modeling_mpt.MptModel.build_mpt_alibi_tensor
+    monkeypatch.setattr(theirs, "__defaults__", (most, None))
+    assert_answers_as_transformers(folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"seq_length": 64}])
+def test_files_of_bloom_need_neither_say_the_context_nor_have_a_prefix(tmp_path, settings):
+    folder = make("bloom", tmp_path, apply_residual_connection_post_layernorm=True, **settings)
+    stored = load_file(folder / "model.safetensors")
+    stored = {name.removeprefix("transformer."): value for name, value in stored.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_answers_as_transformers(folder)
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=40) as llm:
+        assert llm.config.hf_config.context_limit == settings.get("seq_length", 2048)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_prefixes_that_are_read_once_are_shifted_by_the_distance_of_each_query(tmp_path, monkeypatch, kind):
+    fewest = dict(MIN_SHARED_TOKENS=8, MIN_PREFIX_SAVED=8, MIN_SAVED_TOKENS=64, MIN_ITEM_TOKENS=32)
+    for name, value in (fewest | {"ITEM_STEP": 16}).items():
+        monkeypatch.setattr(planner, name, value)
+    folder = make(kind, tmp_path)
+    prompts = [[*range(64), *range(i, 3 * i)] for i in range(1, 9)]
+    with LLM(str(folder), **EXACT, num_kvcache_blocks=80) as llm:
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.stats()["num_grouped_tokens"] > 1000
+    theirs = load_reference(folder)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_greedy(theirs, prompt, result["token_ids"])
+
+
 def rope(kind: str, **settings) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
 
@@ -340,7 +407,6 @@ def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
     [
         ("mamba", {"architectures": ["MambaForCausalLM"]}, "'mamba' is not supported: it keeps a state of"),
         ("bert", {"architectures": ["BertLMHeadModel"]}, "'bert' is not supported: it is an encoder, or"),
-        ("bloom", {"architectures": ["BloomForCausalLM"]}, "'bloom' is not supported: it shifts scores"),
         ("llama4", {"architectures": ["Llama4ForConditionalGeneration"]}, "'llama4' .* attends in chunks"),
         (
             "doge",
@@ -368,7 +434,12 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path, kind, changes, message)
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("falcon", {"alibi": True}, "alibi=True is not supported for model type 'falcon': it shifts scores"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact=True is not supported for model type 'bloom'"),
+        ("mpt", {"no_bias": False}, "no_bias must be True for model type 'mpt', got False"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi must be True for model type 'mpt', got False"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type must be 'multihead_atten"),
+        ("mpt", {"attn_config": {"attn_type": "grouped_query_attention"}}, "cannot read .*grouped_query_att"),
+        ("mpt", {"max_seq_len": 0}, "max_seq_len must be"),
         (
             "codegen",
             {"auto_map": {"AutoModelForCausalLM": "m.M"}},
@@ -435,6 +506,9 @@ def test_ranks_have_parts_of_what_transformers_builds(tmp_path, kind):
     [
         ("stablelm", "StableLmModel has no plan to split it"),
         ("opt", "OPTModel has no plan to split it"),
+        ("bloom", "BloomModel has no plan to split it"),
+        ("mpt", "MptModel has no plan to split it"),
+        ("falcon", "FalconModel has no plan to split it"),
         ("granite_swa", "tensor_parallel_size must be 1: layers.0.self_attn"),
         ("phi3", "Phi3Model has no plan to split it"),
         ("gemma3n_text", "tensor_parallel_size must be 1: layers.0.mlp cannot be split"),

@@ -20,7 +20,7 @@ def int8_decode_kernel(
     """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
-    first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
+    context_len, first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
     share = tl.program_id(0)
     kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
@@ -49,7 +49,7 @@ def int8_decode_kernel(
         score = tl.full([TILE, SIZES.HEADS_PAD], 0.0, tl.float32) + bias[None, :]
         score = tl.dot(widen(key), query, score) * key_scale[:, None] * scale_log2
         if HOOKS.score is not None:
-            score = HOOKS.score(score, HOOKS)
+            score = HOOKS.score(extras, score, index[1], (context_len - 1 - token)[:, None], HOOKS)
         score = tl.where(seen[:, None], score, float("-inf"))
         # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
         byte_score = score + tl.where(seen, fast_log2(value_scale), 0.0)[:, None]

@@ -107,6 +107,8 @@ def cascade_attention(
         k_cache,
         v_cache,
         step.block_tables,
+        step.context_lens,
+        variant.extras,
         results,
         log_sums,
         plan.queries,
@@ -166,13 +168,18 @@ def cascade_attention_torch(
     each = torch.arange(len(q), device=q.device).split(1)
     own = zip(each, plan.prefix_lens.tolist(), step.context_lens.tolist(), strict=False)
     spans += [span for span in own if span[1] < span[2]]
-    totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + variant.first_sums()
+    first_sums = float("-inf") if variant.hooks.begin is None else variant.first_sums()
+    totals = q.new_zeros(q.shape[:2], dtype=torch.float32) + first_sums
     partials = []
     for rows, begin, end in spans:
         keys, values = layout.read(k_cache, v_cache, step.block_tables[rows[0]], begin, end, q)
         # [kv_heads, tokens, head_dim], and queries [kv_heads, queries * heads per kv head, head_dim]
         queries = _regroup(q[rows], len(keys)).float()
-        scores = variant.score(queries @ keys.mT.float() * variant.scale)
+        scores = queries @ keys.mT.float() * variant.scale
+        if variant.hooks.score is not None:
+            scores = scores.unflatten(1, (len(rows), -1)).transpose(1, 2)
+            last, key = step.context_lens[rows, None] - 1, torch.arange(begin, end, device=q.device)
+            scores = variant.score(scores, last, key).transpose(1, 2).flatten(1, 2)
         log_sum = scores.logsumexp(-1)
         result = _regroup((scores - log_sum[..., None]).exp() @ values.float(), len(rows))
         log_sum = _regroup(log_sum, len(rows))
@@ -191,8 +198,8 @@ def _regroup(x: Tensor, count: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _shared_prefix_kernel(
-    q, k_cache, v_cache, block_tables, results, log_sums, queries, work_items, num_work_items,
-    scale_log2, q_batch_stride, q_head_stride, table_stride,
+    q, k_cache, v_cache, block_tables, context_lens, extras, results, log_sums,
+    queries, work_items, num_work_items, scale_log2, q_batch_stride, q_head_stride, table_stride,
     KV_HEADS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, LOAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +230,10 @@ def _shared_prefix_kernel(
         of_head = kv_head * HEAD_STRIDE
         cache = k_cache + of_head, v_cache + of_head, table, TOKEN_STRIDE, TOKEN_STRIDE
         last_key = tl.zeros_like(row) + end - 1
-        seen = end, begin, None, last_key
+        if HOOKS.score is not None:
+            last_key = tl.maximum(last_key, tl.load(context_lens + seq) - 1)  # the query's own
+        tile = query, last_key, head[:, None], extras
+        seen = end, begin, None
         highest = tl.full([QUERY_TILE], MINUS_INF, tl.float32)
         acc = tl.full([QUERY_TILE, SIZES.DIM_PAD], 0.0, tl.float32)
         sums = highest, tl.zeros_like(highest), acc
@@ -231,12 +241,12 @@ def _shared_prefix_kernel(
         whole_end = end // KEY_TILE * KEY_TILE
         # Whole tiles first, then a part of one in front of them and one behind them, if there are such.
         sums = attend_to_tiles(
-            aligned, whole_end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False
+            aligned, whole_end, tile, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, False
         )
         start = begin // KEY_TILE * KEY_TILE
-        sums = attend_to_tiles(start, begin, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        sums = attend_to_tiles(start, begin, tile, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
         start = tl.maximum(aligned, whole_end)
-        sums = attend_to_tiles(start, end, query, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
+        sums = attend_to_tiles(start, end, tile, cache, seen, sums, scale_log2, SIZES, HOOKS, LOAD, True)
 
         highest, total, acc = sums
         out_row = index.to(tl.int64) * KV_HEADS * HEADS + head
@@ -251,9 +261,9 @@ def prefix_len(extras, seq, context_len, HOOKS: tl.constexpr):
 
 
 @triton.jit
-def score_as_layer(score, HOOKS: tl.constexpr):
+def score_as_layer(extras, score, head, distance, HOOKS: tl.constexpr):
     LAYER: tl.constexpr = HOOKS.constants
-    return LAYER.score(score, LAYER)
+    return LAYER.score(extras[5], score, head, distance, LAYER)
 
 
 @triton.jit
