@@ -34,9 +34,11 @@ DEFAULTS = {
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
 OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
+OPTIONAL |= {"use_qk_norm": True}
 # Other names of fields.
 SPELLINGS = {
     "num_layers": "num_hidden_layers",
+    "n_routed_experts": "num_experts",
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
 }
@@ -45,6 +47,7 @@ FIXED = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
+    "qkv_bias": True,
     "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
 }
@@ -60,6 +63,7 @@ class DecoderConfig(ModelConfig):
     """
 
     mlp_bias: bool
+    use_qk_norm: bool  # if the model has such norms at all
     local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
@@ -82,6 +86,7 @@ class DecoderConfig(ModelConfig):
         sizes = super().divided_sizes
         if self.experts is not None:
             sizes["moe_intermediate_size"] = self.experts.moe_intermediate_size
+            sizes["shared_expert_intermediate_size"] = self.experts.shared_expert_intermediate_size
         return sizes
 
     def usual_dtype(self, device: str) -> str:
@@ -144,8 +149,11 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
     )
-    check_bool(values["mlp_bias"], "mlp_bias")
+    for name in ("mlp_bias", "use_qk_norm"):
+        check_bool(values[name], name)
     rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    if "partial_rotary_factor" not in own:
+        check_fixed(rope, {"partial_rotary_factor": 1.0})
     limit = context_limit(rope, values["max_position_embeddings"])
     values |= {
         "architectures": architectures,

@@ -39,7 +39,7 @@ class Decoder(Qwen3ForCausalLM):
             if config.windows[i]:
                 attention.attn.variant = AttentionRule(scale, config.window(i))
                 attention.rotary_emb = local_rope or attention.rotary_emb
-            if not self.has_qk_norm:
+            if not (self.has_qk_norm and config.use_qk_norm):
                 attention.q_norm = attention.k_norm = None
             if self.has_qkv_bias_alone:
                 attention.o_proj.bias = None

@@ -2,7 +2,18 @@
 
 from torch import nn
 
-from nanovllm.extensions.models import exaone, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.extensions.models import (
+    exaone,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.gguf import BY_TRANSFORMERS, GGUFModel
 
@@ -11,10 +22,12 @@ CLASSES = (
     exaone.ExaoneForCausalLM,
     mistral.MistralForCausalLM,
     qwen2.Qwen2ForCausalLM,
+    qwen2_moe.Qwen2MoeForCausalLM,
     qwen3.Qwen3ForCausalLM,
     qwen3_moe.Qwen3MoeForCausalLM,
     gemma3.Gemma3ForCausalLM,
     gpt_oss.GptOssForCausalLM,
+    glm4_moe.Glm4MoeForCausalLM,
 )
 MODELS = {model.__name__: model for model in CLASSES}
 
