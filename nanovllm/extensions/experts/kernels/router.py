@@ -21,7 +21,6 @@ from nanovllm.kernels.runtime import (
 )
 
 LOWEST = tl.constexpr(-3e38)
-TINY = 1e-20  # beside which a sum is not 0
 ROWS = 4
 ASSIGNMENTS_PER_PROGRAM = 256  # that it sorts
 
@@ -103,7 +102,7 @@ def choose_experts_torch(
     experts = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, experts)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which is not 0
     return Chosen(experts.int(), weights * factor)
 
 
@@ -162,7 +161,7 @@ def _choose_kernel(
         share = tl.where(place == k, its[:, None], share)
         value = tl.where(is_it, float("-inf"), value)
     if NORMALISE:
-        share /= (tl.sum(share, axis=1) + TINY)[:, None]
+        share /= (tl.sum(share, axis=1) + 1e-20)[:, None]
     share *= factor
     is_real = (row < rows) & (place < TOP_K)
     tl.store(experts + row * TOP_K + place, chosen, mask=is_real)
