@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.checkpoints.model_config import MAX_SIZE, check_size
+from nanovllm.checkpoints.model_config import MAX_LAYERS, MAX_SIZE, check_size
 from nanovllm.utils.validation import check, check_bool, integer, number
 
 MAX_EXPERTS = 2**12
@@ -23,7 +23,6 @@ class ExpertsConfig:
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: Collection[int] = ()
-    first_k_dense_replace: int = 0
     shared_expert_intermediate_size: int = 0  # of an MLP for all tokens; 0: there is none
     has_shared_gate: bool = False  # which says of each token how much of that MLP's output counts
     n_group: int | None = None  # None: experts are not chosen by GLM's rule, see `SigmoidRule`
@@ -40,7 +39,6 @@ class ExpertsConfig:
         possible = self.num_experts // groups * self.topk_group
         integer(1, possible)(self.num_experts_per_tok, "num_experts_per_tok")
         integer(0, MAX_SIZE)(self.shared_expert_intermediate_size, "shared_expert_intermediate_size")
-        integer(0, MAX_SIZE)(self.first_k_dense_replace, "first_k_dense_replace")
         check_size(self.moe_intermediate_size, "moe_intermediate_size")
         check_size(self.decoder_sparse_step, "decoder_sparse_step")
         check_bool(self.norm_topk_prob, "norm_topk_prob")
@@ -49,8 +47,7 @@ class ExpertsConfig:
         check(is_list, "mlp_only_layers must be a list of integers", layers)
 
     def replaces_mlp(self, layer: int) -> bool:
-        is_left_out = layer < self.first_k_dense_replace or layer in self.mlp_only_layers
-        return not is_left_out and (layer + 1) % self.decoder_sparse_step == 0
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfig | None:
@@ -60,9 +57,13 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
     own = {"moe_intermediate_size": values["intermediate_size"]}
     own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
     own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
-    if "n_shared_experts" in known:  # which are one MLP
-        count = integer(0, MAX_EXPERTS)(values["n_shared_experts"], "n_shared_experts")
-        own["shared_expert_intermediate_size"] = count * own["moe_intermediate_size"]
+    if "n_shared_experts" in known:  # GLM's fields: these are one MLP
+        shared, first = (
+            integer(0, MAX_LAYERS)(values[name], name)
+            for name in ("n_shared_experts", "first_k_dense_replace")
+        )
+        own["shared_expert_intermediate_size"] = shared * own["moe_intermediate_size"]
+        own["mlp_only_layers"] = [*range(first)]
     own["has_shared_gate"] = "shared_expert_intermediate_size" in known
     format = values.get("quantization_config") or {}
     return ExpertsConfig(**own, is_stored_apart=format.get("quant_method") == "gguf")

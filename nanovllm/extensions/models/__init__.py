@@ -4,7 +4,8 @@ Most decoders differ in few things: norms on queries and keys, biases, a window 
 to, a mixture of experts in place of the MLP. So most classes here have attributes only: what a `config.json`
 may leave out, which norms and biases there are, how GGUF files call it. `decoder.py` is the class behind
 them, which says what there is to be known of a model; only Gemma 3 and gpt-oss compute anything in another
-way. To add a model, read `qwen2.py`, which is ten lines.
+way, and `partial_rotation.py` is for GLM-4.x, which rotates half of each head. To add a model, read
+`qwen2.py`, which is ten lines.
 
 `gguf.py` reads the fields that GGUF files hold: of these models, and of others that transformers builds.
 

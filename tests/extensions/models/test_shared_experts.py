@@ -43,12 +43,13 @@ def test_greedy_tokens_are_the_same_with_the_defaults_of_a_class(tmp_path, kind)
     folder = make(kind, tmp_path, has_own_defaults=True)
     assert_native(folder)
     config = json.loads((folder / "config.json").read_text())
-    kept = "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers".split()
-    kept += "num_attention_heads num_key_value_heads max_position_embeddings rope_parameters".split()
-    kept += "num_experts n_routed_experts num_experts_per_tok moe_intermediate_size".split()
-    kept += ["shared_expert_intermediate_size"]
-    short = {name: config[name] for name in kept if name in config}
-    (folder / "config.json").write_text(json.dumps(short))
+    sizes = """
+        architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_experts
+        num_attention_heads num_key_value_heads max_position_embeddings num_experts_per_tok n_routed_experts
+        moe_intermediate_size shared_expert_intermediate_size
+    """
+    short = {name: config[name] for name in sizes.split() if name in config}
+    (folder / "config.json").write_text(json.dumps(short | {"rope_theta": 1e4}))
     assert_native(folder)
 
 
@@ -75,6 +76,13 @@ def test_greedy_tokens_are_the_same_with_other_settings(tmp_path, kind, changes)
     assert_native(make_native(kind, tmp_path, **changes))
 
 
+def test_windows_of_qwen2_moe_follow_from_the_number_of_a_layer(tmp_path):
+    windows = dict(use_sliding_window=True, sliding_window=8, num_hidden_layers=5)
+    folder = make_native("qwen2_moe", tmp_path, **windows)
+    edit_json(folder / "config.json", layer_types=None)
+    assert_native(folder)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_answer_as_transformers_does(tmp_path, kind):
     assert_native(make_native(kind, tmp_path), tensor_parallel_size=2)
@@ -84,9 +92,7 @@ def test_two_ranks_answer_as_transformers_does(tmp_path, kind):
 def test_ranks_must_divide_the_width_of_the_mlp_for_all_tokens(tmp_path, size):
     folder = make_native("qwen2_moe", tmp_path, shared_expert_intermediate_size=size)
     if size == 25:
-        with pytest.raises(
-            ValueError, match="must divide shared_expert_intermediate_size, which is 25"
-        ):
+        with pytest.raises(ValueError, match="must divide shared_expert_intermediate_size, which is 25"):
             LLM(str(folder), **OPTIONS, tensor_parallel_size=2)
     else:
         LLM(str(folder), **OPTIONS, tensor_parallel_size=2).exit()

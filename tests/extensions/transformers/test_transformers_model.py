@@ -87,7 +87,7 @@ def test_a_mask_that_is_neither_causal_nor_of_a_window_is_refused_where_it_is_us
     with pytest.raises(
         ValueError, match="Qwen2MoeAttention is not supported: its mask is neither causal nor"
     ):
-        LLM(str(folder), **EXACT)
+        LLM(str(folder), **EXACT, model_impl="transformers")
 
 
 @pytest.mark.parametrize("name", ["fp8 tensor", "pack 4"])

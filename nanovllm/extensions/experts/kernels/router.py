@@ -44,14 +44,14 @@ class SortedAssignments(NamedTuple):
 
 class SigmoidRule(NamedTuple):
     """
-    GLM's, and DeepSeek-V3's (arXiv:2412.19437): an expert's score is the sigmoid of its logit. With a bias
-    these scores decide which experts are the best of the `top_groups` best groups, by the sum of whose two
-    best experts groups compare; without it they are the weights, which are multiplied by a factor.
+    DeepSeek-V3's (arXiv:2412.19437), which GLM follows: an expert's score is the sigmoid of its logit. With a
+    bias added scores are for the choice alone: of groups, by the sum of their two best, and of the best
+    experts in these. Weights are scores times a factor.
     """
 
     bias: Tensor  # float32 [experts]
-    num_groups: int  # neighbours, as many in each
-    top_groups: int
+    num_groups: int  # of neighbours
+    top_groups: int  # that are chosen
     factor: float
 
 
