@@ -5,7 +5,6 @@ order, the same for both, which changes no score: those that are to be rotated c
 and the angles of the others are 0.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
 
-ROTATED = re.compile(r"\.[qk]_proj\.weight$")
+ROTATED = ".q_proj.weight", ".k_proj.weight"
 
 
 class PartlyRotated(Decoder):
@@ -33,7 +32,7 @@ class PartlyRotated(Decoder):
     def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
         """GGUF files are read in this order: once loaded, their weights have no rows that could be moved."""
         for tensor in tensors:
-            if hasattr(tensor, "order") and ROTATED.search(tensor.name):
+            if hasattr(tensor, "order") and tensor.name.endswith(ROTATED):
                 tensor = replace(tensor, order=in_all_heads(self.order, tensor.shape[0]).numpy())
             yield tensor
 

@@ -142,6 +142,27 @@ def test_weights_may_be_quantised_here_but_not_what_chooses_and_gates(tmp_path, 
     assert mixture.gate.matrix.weight.dtype == torch.float32
 
 
+def test_an_adapter_changes_rows_before_they_change_places(tmp_path):
+    folder, adapter, merged = (
+        make_native("glm4_moe", tmp_path / "plain"),
+        tmp_path / "adapter",
+        tmp_path / "merged",
+    )
+    make_native("glm4_moe", merged)
+    tensors, factors = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+        rows, columns = tensors[name].shape
+        a, b = torch.randn(2, columns) / 8, torch.randn(rows, 2) / 8
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        tensors[name] = tensors[name] + b @ a
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    edit_json(adapter / "adapter_config.json", peft_type="LORA", r=2, lora_alpha=2)
+    assert_native(folder, merged, lora=str(adapter))
+
+
 def test_scales_of_a_part_of_a_head_are_refused(tmp_path):
     """Rows of such a block would have to change places with rows of another."""
     floats = make_native("glm4_moe", tmp_path / "floats", head_dim=48, hidden_size=192)
