@@ -835,6 +835,7 @@ MUTATIONS = [
         ("self.down_proj.bias if self.group.rank == 0 else None", "self.down_proj.bias"),
         ("stream.residual() if is_alone else None", "stream.residual()"),
         ("y if before is None else y + before", "y"),
+        ("self.shared_experts(stream, next_norm).residual()", "stream.residual()"),
         ("added = added * logits[:, self.experts.num_experts :].sigmoid()", "pass"),
         ("stream.normalised().float())", "stream.residual().float())"),
         ("matrix.weight.data = matrix.weight.float()", "pass"),
@@ -1032,6 +1033,10 @@ MUTATIONS = [
         ),
     ),
     *mutations_of(
+        "nanovllm/extensions/startup/compile_ahead",
+        ("experts.mlp_only_layers[:1]", "experts.mlp_only_layers"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/models/partial_rotation",
         (".cos_sin_cache[:, count:half] = 1.0", ".cos_sin_cache[:, count:half] *= 1.0"),
         ("(first, others[0], second, others[1])", "(first, second, *others)"),
@@ -1054,8 +1059,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/qwen2_moe",
-        ('"norm_topk_prob": False', '"norm_topk_prob": True'),
         ('"sliding_window_pattern": 2', '"sliding_window_pattern": 3'),
+        ('"shared_expert_intermediate_size": 5632', '"shared_expert_intermediate_size": 0'),
     ),
     *mutations_of(
         "nanovllm/extensions/experts/config",

@@ -63,7 +63,10 @@ class MixtureOfExperts(nn.Module):
             norm = stream.norm.weight, stream.norm.eps
         else:
             x = stream.normalised()
-        before = self.add_shared(stream.residual() if is_alone else None, stream, logits)
+        if is_alone and self.shared_experts:  # the product may fold the addition in
+            before = self.shared_experts(stream, next_norm).residual()
+        else:
+            before = self.add_shared(stream.residual() if is_alone else None, stream, logits)
         if is_few:
             y = run_gemv(kernels, x, weights, chosen, *norm, before)
             return Stream(y, next_norm) if is_alone else stream.add(y, next_norm)
@@ -74,7 +77,7 @@ class MixtureOfExperts(nn.Module):
         return stream.add(y if before is None else y + before, next_norm)
 
     def add_shared(self, y: Tensor | None, stream: Stream, logits: Tensor) -> Tensor | None:
-        """y [tokens, hidden] plus what the MLP for all tokens makes of the stream. No y is 0."""
+        """y [tokens, hidden] plus what the MLP for all tokens computes, if there is one. None is 0."""
         shared = self.shared_expert or self.shared_experts
         if shared is None:
             return y
@@ -119,9 +122,8 @@ class SigmoidRouter(Router):
         super().__init__(hidden_size, config, is_joint)
         bias = torch.zeros(config.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-        groups = config.n_group, config.topk_group
-        rule = SigmoidRule(self.e_score_correction_bias, *groups, config.routed_scaling_factor)
-        self.routing = *self.routing, rule
+        factors = config.n_group, config.topk_group, config.routed_scaling_factor
+        self.routing += (SigmoidRule(self.e_score_correction_bias, *factors),)
 
     def set_matrix(self, matrix: Weight) -> None:
         if matrix.weight.dtype != torch.float32:

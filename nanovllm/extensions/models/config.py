@@ -33,8 +33,13 @@ DEFAULTS = {
 }
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
-OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
-OPTIONAL |= {"use_qk_norm": True}
+OPTIONAL = {
+    "mlp_bias": False,
+    "use_qk_norm": True,
+    "sliding_window": None,
+    "max_window_layers": 0,
+    "sliding_window_pattern": 0,
+}
 # Other names of fields.
 SPELLINGS = {
     "num_layers": "num_hidden_layers",

@@ -42,9 +42,9 @@ class PartlyRotated(Decoder):
             attention, qkv = layer.self_attn, layer.self_attn.qkv_proj
             for norm in filter(None, (attention.q_norm, attention.k_norm)):
                 move_rows(norm.weight, self.order)
-            first_value, end = qkv.shards["v"].place.start, qkv.matrix.shape[0]
-            values = torch.arange(first_value, end, device="cpu")
-            rows = torch.cat((in_all_heads(self.order, first_value), values))
+            values = qkv.shards["v"].place
+            others = torch.arange(values.start, values.stop, device="cpu")
+            rows = torch.cat((in_all_heads(self.order, values.start), others))
             if qkv.bias is not None:
                 move_rows(qkv.bias, rows)
             for name in {"weight", "scales", "zeros"} & qkv.matrix.parameters.keys():
@@ -55,13 +55,15 @@ class PartlyRotated(Decoder):
 
 def in_all_heads(order: Tensor, num_rows: int) -> Tensor:
     """Where each row comes from, if those of each head are put in this order."""
-    return torch.arange(num_rows, device="cpu").view(-1, len(order))[:, order].flatten()
+    heads = torch.arange(0, num_rows, len(order), device="cpu")
+    return (heads[:, None] + order).flatten()
 
 
 def move_rows(param: Tensor, rows: Tensor, height: int = 1) -> None:
     """Put rows in order, or what belongs to tiles of so many. Raises ValueError if that would cut a tile."""
     tiles = rows[::height] // height
     if not torch.equal(tiles.repeat_interleave(height)[: len(rows)], rows // height):
-        raise ValueError(f"weights with a scale for {height} rows of a head cannot be rotated in part")
+        reason = f"weights with a scale for {height} rows of a head cannot be rotated in part"
+        raise ValueError(f"{reason}; model_impl='transformers' can do without")
     values = param.data if param.dim() == 1 else param.data.view(torch.uint8)  # fp8 has no index
     values.copy_(values[tiles.to(param.device)])

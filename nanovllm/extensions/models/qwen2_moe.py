@@ -4,24 +4,20 @@ which an MLP computes all tokens, with a gate.
 
 from nanovllm.extensions.models.gguf import EXPERTS, GGUFModel
 from nanovllm.extensions.models.qwen2 import Qwen2ForCausalLM
-from nanovllm.extensions.models.qwen3 import WINDOW
+from nanovllm.extensions.models.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
     model_type = "qwen2_moe"
-    defaults = WINDOW | {
+    defaults = Qwen3MoeForCausalLM.defaults | {
         "sliding_window_pattern": 2,
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
-    # The gate of the MLP is a row of the router's.
-    packed_modules_mapping = {
-        **Qwen2ForCausalLM.packed_modules_mapping,
+    # The gate of the MLP for all tokens is the router's last row.
+    packed_modules_mapping = Qwen2ForCausalLM.packed_modules_mapping | {
         "shared_expert_gate": ("gate", "shared"),
         "gate": ("gate", None),
     }
