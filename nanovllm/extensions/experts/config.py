@@ -54,7 +54,9 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
     """From the fields of a model whose files may have those that are `known`; None: it has no experts."""
     if "num_experts" not in known:
         return None
+    format = values.get("quantization_config") or {}
     own = {"moe_intermediate_size": values["intermediate_size"]}
+    own["is_stored_apart"] = format.get("quant_method") == "gguf"
     own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
     own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
     if "n_shared_experts" in known:  # GLM's fields: these are one MLP
@@ -65,5 +67,4 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
         own["shared_expert_intermediate_size"] = shared * own["moe_intermediate_size"]
         own["mlp_only_layers"] = [*range(first)]
     own["has_shared_gate"] = "shared_expert_intermediate_size" in known
-    format = values.get("quantization_config") or {}
-    return ExpertsConfig(**own, is_stored_apart=format.get("quant_method") == "gguf")
+    return ExpertsConfig(**own)

@@ -38,11 +38,13 @@ class MixtureOfExperts(nn.Module):
     them there may be an MLP for all tokens, which checkpoints call by another name if it has a gate.
     """
 
+    is_stored_together = False  # whether other experts are, too
+
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
         router = Router if config.n_group is None else SigmoidRouter
         self.gate = router(hidden_size, config, is_joint)
-        self.experts = Experts(hidden_size, config, is_joint)
+        self.experts = Experts(hidden_size, config, is_joint, is_joint or self.is_stored_together)
         self.shared_expert = self.shared_experts = None
         if width := config.shared_expert_intermediate_size:
             name = "shared_expert" if config.has_shared_gate else "shared_experts"
@@ -136,11 +138,11 @@ class SigmoidRouter(Router):
 
 class Experts(nn.Module):
     """
-    The matrices of all experts. Checkpoints have three tensors for each expert; of joint ones two for all,
-    and as many biases.
+    The matrices of all experts. Checkpoints have three tensors for each expert; of those that `are_together`
+    two for all, and of joint ones as many biases.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool, are_together: bool = False):
         super().__init__()
         self.num_experts, self.is_joint = config.num_experts, is_joint
         self.group = get_group()
@@ -151,7 +153,7 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj"):
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
             downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
-        linear = JointLinear if is_joint and not config.is_stored_apart else StackedLinear
+        linear = JointLinear if are_together and not config.is_stored_apart else StackedLinear
         self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
     @property
@@ -218,8 +220,9 @@ def _load(load: Any, shard: Shard, loaded_weight: torch.Tensor) -> None:
 
 class JointLinear(StackedLinear):
     """
-    `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
-    One in floating point has the inputs first.
+    `StackedLinear` of checkpoints that have one tensor for all experts: with biases gates and ups in turn
+    (gpt-oss's), else one behind the other (Llama 4's), which are called {name}_weight here. One in floating
+    point has the inputs first.
     """
 
     def names_in_checkpoint(self, name: str) -> list[str]:
@@ -230,7 +233,7 @@ class JointLinear(StackedLinear):
         if unknown := stored.keys() - {"weight", "blocks", "scales", "bias"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
         return {
-            name if inner == "weight" else f"{name}_{inner}": each._replace(
+            name if inner == "weight" and self.bias is not None else f"{name}_{inner}": each._replace(
                 load=functools.partial(self._load_each, each.load, inner == "weight")
             )
             for inner, each in stored.items()
@@ -244,4 +247,8 @@ class JointLinear(StackedLinear):
         for number, shard in enumerate(self.shards.values()):
             matrix = loaded_weight[number // per_expert]
             matrix = matrix.t() if is_transposed else matrix
-            load(matrix[number % per_expert :: per_expert], shard)
+            part = number % per_expert
+            load(
+                matrix.tensor_split(per_expert)[part] if self.bias is None else matrix[part::per_expert],
+                shard,
+            )

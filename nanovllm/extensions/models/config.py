@@ -47,6 +47,8 @@ SPELLINGS = {
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
 }
+# A window of null is none; any other null asks for the model's default.
+WINDOWS = "sliding_window", "attention_chunk_size"
 # Settings that may have this value only.
 FIXED = {
     "final_logit_softcapping": None,
@@ -73,6 +75,7 @@ class DecoderConfig(ModelConfig):
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
+    own: Fields  # what one class alone knows
     quantization_config: Fields | None  # as the file has it; None if weights are not quantised
     raw: Fields = field(repr=False)
 
@@ -122,7 +125,7 @@ def read_any_config(
         if not found and type_decides(names):
             found = [model for model in models.values() if model.model_type == raw.get("model_type")]
         if found and model_impl != "transformers":
-            return read_decoder(raw, raw, [found[0].__name__], found[0].defaults)
+            return read_decoder(raw, raw, found[0])
         if model_impl == "native":
             raise ValueError(
                 f"model_impl='native' has no class for architectures {shown(names)}, only for {known}"
@@ -131,19 +134,18 @@ def read_any_config(
             sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
-        return read_decoder(raw, sizes, [], {})
+        return read_decoder(raw, sizes)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
-def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
+def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig:
     """
-    From the fields that a file has, or others by their names, `given`, and its model's defaults, `own`. The
-    last two are empty for a model without a class here. Raises ValueError naming what is wrong or not
-    supported.
+    From the fields that a file has, or others by their names, `given`, for a model that has a class here, or
+    None. Raises ValueError naming what is wrong or not supported.
     """
-    # A window of null is none; any other null asks for the model's default.
-    given = {name: value for name, value in given.items() if value is not None or name == "sliding_window"}
+    own = model.defaults if model else {}
+    given = {name: value for name, value in given.items() if value is not None or name in WINDOWS}
     given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
     check_fixed(given, FIXED | {activation: own.get("hidden_act", "silu")})
@@ -151,6 +153,9 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
+    read_own = getattr(model, "read_own", None)
+    found = read_own(values) if read_own else {}
+    values |= found
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
     )
@@ -161,11 +166,12 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
         check_fixed(rope, {"partial_rotary_factor": 1.0})
     limit = context_limit(rope, values["max_position_embeddings"])
     values |= {
-        "architectures": architectures,
+        "architectures": [model.__name__] if model else [],
         "rope_parameters": rope,
         "local_rope_parameters": local_rope,
-        "windows": _read_windows(values),
+        "windows": found.get("windows") or _read_windows(values),
         "quantization_config": read_object(raw, "quantization_config") or None,
+        "own": found.get("own", {}),
         "raw": raw,
         "context_limit": limit,
         "max_model_len": limit,

@@ -1,5 +1,6 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
@@ -23,6 +24,10 @@ class Decoder(Qwen3ForCausalLM):
     has_qk_norm = True
     has_qkv_bias_alone = False  # on these projections always, and nowhere else
     has_joint_experts = False  # see MixtureOfExperts
+    mixture_class = MixtureOfExperts
+    has_chunks = False  # in place of windows, see AttentionRule
+    # What files say by names of their own: from all fields -> those of a DecoderConfig. Raises ValueError.
+    read_own: Callable[[Fields], Fields] | None = None
 
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 
@@ -37,13 +42,13 @@ class Decoder(Qwen3ForCausalLM):
             attention = layer.self_attn
             attention.attn.variant.scale = scale
             if config.windows[i]:
-                attention.attn.variant = AttentionRule(scale, config.window(i))
+                attention.attn.variant = AttentionRule(scale, config.window(i), in_chunks=self.has_chunks)
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not (self.has_qk_norm and config.use_qk_norm):
                 attention.q_norm = attention.k_norm = None
             if self.has_qkv_bias_alone:
                 attention.o_proj.bias = None
             if experts is not None and experts.replaces_mlp(i):
-                layer.mlp = MixtureOfExperts(hidden_size, experts, self.has_joint_experts)
+                layer.mlp = self.mixture_class(hidden_size, experts, self.has_joint_experts)
             elif config.mlp_bias:
                 layer.mlp = Qwen3MLP(hidden_size, config.intermediate_size, bias=True)

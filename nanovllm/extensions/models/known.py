@@ -8,6 +8,7 @@ from nanovllm.extensions.models import (
     glm4_moe,
     gpt_oss,
     llama,
+    llama4,
     mistral,
     qwen2,
     qwen2_moe,
@@ -28,6 +29,7 @@ CLASSES = (
     gemma3.Gemma3ForCausalLM,
     gpt_oss.GptOssForCausalLM,
     glm4_moe.Glm4MoeForCausalLM,
+    llama4.Llama4ForCausalLM,
 )
 MODELS = {model.__name__: model for model in CLASSES}
 

@@ -101,8 +101,8 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
         are_good = are_many and all(is_number(factor, float, 1e-6, 1e15) for factor in factors)
         check(are_good, f"rotary factors must be {count} numbers from 1e-06 to 1e+15", factors)
     if kind == "llama3":
-        is_band = settings["low_freq_factor"] < settings["high_freq_factor"]
-        check(is_band, "high_freq_factor must be more than low_freq_factor", settings)
+        is_band = settings["low_freq_factor"] <= settings["high_freq_factor"]
+        check(is_band, "high_freq_factor must not be less than low_freq_factor", settings)
     return settings | scale_frequencies(settings, values)
 
 
