@@ -28,12 +28,13 @@ class Features(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    in_chunks: bool = False
 
     def rule(self, heads, head_dim, device):
         if self == Features():
             return AttentionVariant(head_dim**-0.5)
         sinks = rand(heads, device=device) + 1 if self.has_sinks else None
-        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks)
+        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks, self.in_chunks)
 
 
 def sum_and_norm(parts, residual, weight, eps):

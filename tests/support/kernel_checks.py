@@ -124,7 +124,10 @@ def plain_attention(q, k, v, rule):
         scores = softcap * torch.tanh(scores / softcap)
     last = k.shape[1] - q.shape[1]  # the last key that the first query sees
     seen = torch.ones_like(scores, dtype=torch.bool).tril(last)
-    if window:
+    if getattr(rule, "in_chunks", False):
+        key = torch.arange(k.shape[1], device=k.device)
+        seen &= key[last:, None] // window == key // window
+    elif window:
         seen = seen.triu(last - window + 1)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:  # a key without a value

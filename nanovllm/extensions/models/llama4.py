@@ -25,7 +25,7 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.validation import check, number
 
 CHUNKED = "chunked_attention"
-SIZES = "intermediate_size_mlp interleave_moe_layer_step no_rope_layer_interval floor_scale".split()
+SIZES = "intermediate_size_mlp interleave_moe_layer_step no_rope_layer_interval".split()
 # What files call the modules of a layer, and the core does.
 NAMES = {".feed_forward.": ".mlp.", ".router.": ".gate.", ".shared_expert.": ".shared_experts."}
 
@@ -102,6 +102,7 @@ class Llama4ForCausalLM(PartlyRotated):
         for name in SIZES:
             check_size(values[name], name)
         number(0, 1e6)(values["attn_scale"], "attn_scale")
+        number(1, 1e9)(values["floor_scale"], "floor_scale")
         num_layers, chunk = values["num_hidden_layers"], values["attention_chunk_size"]
         if chunk is not None:
             check_size(chunk, "attention_chunk_size")
