@@ -341,7 +341,6 @@ def test_angles_that_grow_behind_the_context_are_those_within_it(tmp_path):
         ("mamba", {"architectures": ["MambaForCausalLM"]}, "'mamba' is not supported: it keeps a state of"),
         ("bert", {"architectures": ["BertLMHeadModel"]}, "'bert' is not supported: it is an encoder, or"),
         ("bloom", {"architectures": ["BloomForCausalLM"]}, "'bloom' is not supported: it shifts scores"),
-        ("llama4", {"architectures": ["Llama4ForConditionalGeneration"]}, "'llama4' .* attends in chunks"),
         (
             "doge",
             {"architectures": ["DogeForCausalLM"]},
