@@ -75,7 +75,7 @@ class DecoderConfig(ModelConfig):
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
-    own: Fields  # what one class alone knows
+    facts: Fields  # that the model's class alone knows
     quantization_config: Fields | None  # as the file has it; None if weights are not quantised
     raw: Fields = field(repr=False)
 
@@ -153,8 +153,8 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
-    read_own = getattr(model, "read_own", None)
-    found = read_own(values) if read_own else {}
+    read_facts = getattr(model, "read_facts", None)
+    found = read_facts(values) if read_facts else {}
     values |= found
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
@@ -171,11 +171,11 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         "local_rope_parameters": local_rope,
         "windows": found.get("windows") or _read_windows(values),
         "quantization_config": read_object(raw, "quantization_config") or None,
-        "own": found.get("own", {}),
+        "facts": found.get("facts", {}),
         "raw": raw,
         "context_limit": limit,
         "max_model_len": limit,
-        "experts": read_experts(values, own),
+        "experts": read_experts(values, own | found),
     }
     return DecoderConfig.from_values(values)
 

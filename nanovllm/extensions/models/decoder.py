@@ -26,8 +26,8 @@ class Decoder(Qwen3ForCausalLM):
     has_joint_experts = False  # see MixtureOfExperts
     mixture_class = MixtureOfExperts
     has_chunks = False  # in place of windows, see AttentionRule
-    # What files say by names of their own: from all fields -> those of a DecoderConfig. Raises ValueError.
-    read_own: Callable[[Fields], Fields] | None = None
+    # From a file's fields, what they mean by the names of a DecoderConfig and its experts. Raises ValueError.
+    read_facts: Callable[[Fields], Fields] | None = None
 
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 

@@ -1,7 +1,7 @@
 """Llama 4, the part of it that reads text: experts whose inputs are weighted, beside an MLP for all tokens.
 
-Most layers attend in chunks. The others know no positions: they rotate nothing and see everything before a
-token, with scores that grow a little with its position.
+Most layers rotate queries and keys and attend in chunks. The others know no positions, see everything before
+a token, and sharpen their scores a little as a text grows.
 """
 
 import copy
@@ -19,42 +19,41 @@ from nanovllm.extensions.models.decoder import DecoderConfig
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
 from nanovllm.extensions.models.rope import FULL, Fields
 from nanovllm.layers.layernorm import RMSNorm, Stream
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
+from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.context import get_context
 from nanovllm.utils.validation import check, number
 
 CHUNKED = "chunked_attention"
-SIZES = "intermediate_size_mlp interleave_moe_layer_step no_rope_layer_interval".split()
-# What files call the modules of a layer, and the core does.
-NAMES = {".feed_forward.": ".mlp.", ".router.": ".gate.", ".shared_expert.": ".shared_experts."}
+CHECKS = {
+    "intermediate_size_mlp": check_size,
+    "interleave_moe_layer_step": check_size,
+    "no_rope_layer_interval": check_size,
+    "floor_scale": number(1, 1e9),
+    "attn_scale": number(0, 1e6),
+}
+# Parts of a tensor's name, and what the core calls them.
+NAMES = {
+    ".feed_forward.": ".mlp.",
+    ".router.": ".gate.",
+    ".shared_expert.": ".shared_experts.",
+    ".experts.gate_up_proj": ".experts.gate_up_proj_weight",  # see JointLinear
+    ".experts.down_proj": ".experts.down_proj_weight",
+}
 
 
-class Llama4Attention(Qwen3Attention):
-    """
-    `temperatures`, float32 [positions], are what queries are multiplied by. None: the layer rotates instead.
-    """
+class WithoutPositions(Qwen3Attention):
+    """Queries are multiplied by `temperatures`, float32 [positions], and nothing is rotated."""
 
-    def __init__(self, config: DecoderConfig, rotary_emb: RotaryEmbedding):
-        super().__init__(config, rotary_emb)
-        self.register_buffer("temperatures", None, persistent=False)
+    temperatures: Tensor
 
     def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
-        if self.temperatures is not None:
-            queries = qkv[:, : self.qkv_proj.shards["q"].size[0]]
-            queries *= self.temperatures[positions, None]
-            positions = torch.zeros_like(positions)  # where all angles are 0
-        return super().attend(positions, qkv)
+        queries = qkv[:, : self.qkv_proj.shards["q"].size[0]]
+        queries *= self.temperatures[positions, None]
+        return super().attend(torch.zeros_like(positions), qkv)  # whose angles are 0
 
 
-class Llama4DecoderLayer(Qwen3DecoderLayer):
-    def __init__(self, config: DecoderConfig, rotary_emb: RotaryEmbedding):
-        super().__init__(config, rotary_emb)
-        self.self_attn = Llama4Attention(config, rotary_emb)
-
-
-class Llama4MoE(MixtureOfExperts):
-    """A token is multiplied by its weights, sigmoids of logits, before its experts compute it."""
+class WeightedInputs(MixtureOfExperts):
+    """A token is multiplied by the sigmoid of an expert's logit before that expert computes it."""
 
     is_stored_together = True
 
@@ -88,34 +87,26 @@ class Llama4ForCausalLM(PartlyRotated):
         "n_shared_experts": 1,
         "intermediate_size_mlp": 16384,
         "interleave_moe_layer_step": 1,
-        # Which follow from others.
-        "moe_intermediate_size": None,
-        "mlp_only_layers": None,
-        "is_stored_apart": None,
     }
-    layer_class = Llama4DecoderLayer
-    mixture_class = Llama4MoE
+    mixture_class = WeightedInputs
     has_chunks = True
 
     @staticmethod
-    def read_own(values: Fields) -> Fields:
-        for name in SIZES:
-            check_size(values[name], name)
-        number(0, 1e6)(values["attn_scale"], "attn_scale")
-        number(1, 1e9)(values["floor_scale"], "floor_scale")
+    def read_facts(values: Fields) -> Fields:
+        for name, check_value in CHECKS.items():
+            check_value(values[name], name)
         num_layers, chunk = values["num_hidden_layers"], values["attention_chunk_size"]
         if chunk is not None:
             check_size(chunk, "attention_chunk_size")
         interval, step = values["no_rope_layer_interval"], values["interleave_moe_layer_step"]
         rotates = values["no_rope_layers"] or [(i + 1) % interval > 0 for i in range(num_layers)]
-        are_flags = isinstance(rotates, list) and all(each in (0, 1) for each in rotates)
-        is_good = are_flags and len(rotates) >= num_layers
+        are_all = isinstance(rotates, list) and len(rotates) >= num_layers
+        is_good = are_all and all(each in (0, 1) for each in rotates)
         check(is_good, "no_rope_layers must have 0 or 1 for each layer", rotates)
-        windows = tuple(chunk if each and chunk else 0 for each in rotates[:num_layers])
+        windows = tuple(chunk if each and chunk else 0 for each in rotates)
         kinds = [CHUNKED if window else FULL for window in windows]
         given = values.get("layer_types", kinds)
-        is_good = isinstance(given, list) and given[:num_layers] == kinds
-        check(is_good, f"layer_types must be {CHUNKED!r} where layers rotate, else {FULL!r}", given)
+        check(given == kinds, f"layer_types must be {CHUNKED!r} where layers rotate, else {FULL!r}", given)
         experts = values.get("moe_layers", [*range(step - 1, num_layers, step)])
         check(isinstance(experts, list), "moe_layers must be a list", experts)
         return {
@@ -123,33 +114,32 @@ class Llama4ForCausalLM(PartlyRotated):
             "intermediate_size": values["intermediate_size_mlp"],
             "moe_intermediate_size": values["intermediate_size"],
             "mlp_only_layers": [i for i in range(num_layers) if i not in experts],
-            "is_stored_apart": "quantization_config" in values,
-            "own": values | {"no_rope_layers": rotates},
+            "is_stored_apart": bool(values.get("quantization_config")),
+            "facts": values | {"no_rope_layers": rotates},
         }
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
-        own, amplitude = config.own, config.rope_parameters["amplitude"]
+        facts, amplitude = config.facts, config.rope_parameters["amplitude"]
         check(amplitude == 1, "Llama 4 needs rotations that change no length, not by a factor", amplitude)
         # All of a head is rotated, but files turn neighbours against each other.
         self.order = torch.arange(config.head_dim, device="cpu").view(-1, 2).T.flatten()
         positions = torch.arange(1, config.max_model_len + 1, dtype=torch.float32)
         temperatures = torch.ones_like(positions)
-        if own["attn_temperature_tuning"]:
-            temperatures += own["attn_scale"] * (positions / own["floor_scale"]).floor().log1p()
-        for rotates, layer in zip(own["no_rope_layers"], self.model.layers, strict=False):
+        if facts["attn_temperature_tuning"]:
+            temperatures += facts["attn_scale"] * (positions / facts["floor_scale"]).floor().log1p()
+        for rotates, layer in zip(facts["no_rope_layers"], self.model.layers, strict=False):
             attention = layer.self_attn
-            for norm in filter(None, (attention.q_norm, attention.k_norm)):
-                norm.weight.weight_loader = None  # which stays 1
             if not rotates:
-                attention.temperatures = temperatures
+                attention = layer.self_attn = WithoutPositions(config, attention.rotary_emb)
+                attention.register_buffer("temperatures", temperatures, persistent=False)
                 attention.q_norm = attention.k_norm = None
+            elif config.use_qk_norm:  # the norms' weights stay 1
+                attention.q_norm.weight.weight_loader = attention.k_norm.weight.weight_loader = None
 
     def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
         """A checkpoint's tensors by the core's names."""
         for tensor in map(copy.copy, tensors):
             for theirs, ours in NAMES.items():
                 tensor.name = tensor.name.replace(theirs, ours)
-            if tensor.name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-                tensor.name += "_weight"  # see JointLinear
             yield tensor

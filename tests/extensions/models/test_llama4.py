@@ -35,12 +35,15 @@ MAVERICK |= dict(use_qk_norm=False, rope_scaling=None)
 MODELS = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": SCOUT,
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": MAVERICK,
-    # It is written by other versions, which say of each layer what it is.
-    "a text model made of Scout": SCOUT | dict(moe_layers=[0, 1, 2, 3], no_rope_layers=[1, 1, 1, 0]),
+    # Written by transformers, which says of each layer what it is.
+    "a text model made of Scout": SCOUT
+    | dict(moe_layers=[0, 1, 2, 3], no_rope_layers=[1, 1, 1, 0])
+    | dict(layer_types=["chunked_attention"] * 3 + ["full_attention"]),
     "other layers": MAVERICK
     | dict(num_hidden_layers=3, moe_layers=[0, 2], no_rope_layers=[0, 1, 0], num_experts_per_tok=3)
     | dict(use_qk_norm=True, attention_bias=True, attn_temperature_tuning=False),
-    "no chunks": SCOUT | dict(attention_chunk_size=None, no_rope_layer_interval=2),
+    "no chunks": SCOUT
+    | dict(attention_chunk_size=None, no_rope_layer_interval=2, layer_types=["full_attention"] * 4),
     "no layer without positions": SCOUT | dict(no_rope_layers=[1] * 4, interleave_moe_layer_step=4),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -56,6 +59,11 @@ def make_llama4(folder: Path, name: str = "meta-llama/Llama-4-Scout-17B-16E-Inst
         for kind, param in model.named_parameters():
             param.uniform_(0.5, 1.5) if "norm" in kind else param.normal_(0, 0.15)
     model.save_pretrained(folder)
+    # As published: transformers would write of each layer what follows from the steps.
+    lists = {"moe_layers", "no_rope_layers", "layer_types"} - MODELS[name].keys()
+    fields = json.loads((folder / "config.json").read_text())
+    fields = {field: value for field, value in fields.items() if field not in lists}
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
