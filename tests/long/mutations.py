@@ -845,10 +845,7 @@ MUTATIONS = [
         ("stream.normalised().float())", "stream.residual().float())"),
         ("matrix.weight.data = matrix.weight.float()", "pass"),
         ("logits[:, : self.num_experts]", "logits"),
-        (
-            "matrix[number % per_expert :: per_expert]",
-            "matrix[number % per_expert * len(matrix) // 2 :][: len(matrix) // per_expert]",
-        ),
+        ("else matrix[part::per_expert]", "else matrix.tensor_split(per_expert)[part]"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp4",

@@ -66,5 +66,5 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
         )
         own["shared_expert_intermediate_size"] = shared * own["moe_intermediate_size"]
         own["mlp_only_layers"] = [*range(first)]
-    own["has_shared_gate"] = "shared_expert_intermediate_size" in known
+    own.setdefault("has_shared_gate", "shared_expert_intermediate_size" in known)
     return ExpertsConfig(**own)

@@ -153,8 +153,7 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
-    read_facts = getattr(model, "read_facts", None)
-    found = read_facts(values) if read_facts else {}
+    found = model.read_facts(values) if hasattr(model, "read_facts") else {}
     values |= found
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"

@@ -1,6 +1,5 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
@@ -14,7 +13,8 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 class Decoder(Qwen3ForCausalLM):
     """
     A subclass has the name that its model has among `architectures` in config.json, and all other facts of
-    that model as attributes. Layers that attend to a window may have a rotation of their own (Gemma 3).
+    that model as attributes. Layers that attend to a window may have a rotation of their own (Gemma 3). Where
+    a file says something in another way than others, `read_facts` makes of its fields those that it means.
     """
 
     model_type = ""  # in config.json
@@ -26,8 +26,6 @@ class Decoder(Qwen3ForCausalLM):
     has_joint_experts = False  # see MixtureOfExperts
     mixture_class = MixtureOfExperts
     has_chunks = False  # in place of windows, see AttentionRule
-    # From a file's fields, what they mean by the names of a DecoderConfig and its experts. Raises ValueError.
-    read_facts: Callable[[Fields], Fields] | None = None
 
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 

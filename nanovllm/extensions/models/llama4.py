@@ -84,7 +84,6 @@ class Llama4ForCausalLM(PartlyRotated):
         "attn_scale": 0.1,
         "num_experts": 16,
         "num_experts_per_tok": 1,
-        "n_shared_experts": 1,
         "intermediate_size_mlp": 16384,
         "interleave_moe_layer_step": 1,
     }
@@ -93,6 +92,7 @@ class Llama4ForCausalLM(PartlyRotated):
 
     @staticmethod
     def read_facts(values: Fields) -> Fields:
+        """Raises ValueError naming a field."""
         for name, check_value in CHECKS.items():
             check_value(values[name], name)
         num_layers, chunk = values["num_hidden_layers"], values["attention_chunk_size"]
@@ -113,6 +113,8 @@ class Llama4ForCausalLM(PartlyRotated):
             "windows": windows,
             "intermediate_size": values["intermediate_size_mlp"],
             "moe_intermediate_size": values["intermediate_size"],
+            "shared_expert_intermediate_size": values["intermediate_size"],
+            "has_shared_gate": False,
             "mlp_only_layers": [i for i in range(num_layers) if i not in experts],
             "is_stored_apart": bool(values.get("quantization_config")),
             "facts": values | {"no_rope_layers": rotates},
