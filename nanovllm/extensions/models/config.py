@@ -75,7 +75,7 @@ class DecoderConfig(ModelConfig):
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
-    facts: Fields  # that the model's class alone knows
+    facts: Fields  # what `read_facts` of the model's class has found
     quantization_config: Fields | None  # as the file has it; None if weights are not quantised
     raw: Fields = field(repr=False)
 
@@ -153,8 +153,8 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
-    found = model.read_facts(values) if hasattr(model, "read_facts") else {}
-    values |= found
+    facts = model.read_facts(values) if hasattr(model, "read_facts") else {}
+    values |= facts
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
     )
@@ -168,13 +168,13 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         "architectures": [model.__name__] if model else [],
         "rope_parameters": rope,
         "local_rope_parameters": local_rope,
-        "windows": found.get("windows") or _read_windows(values),
+        "windows": facts.get("windows") or _read_windows(values),
         "quantization_config": read_object(raw, "quantization_config") or None,
-        "facts": found.get("facts", {}),
+        "facts": facts,
         "raw": raw,
         "context_limit": limit,
         "max_model_len": limit,
-        "experts": read_experts(values, own | found),
+        "experts": read_experts(values, own | facts),
     }
     return DecoderConfig.from_values(values)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoints.model_config import check_size
+from nanovllm.checkpoints.model_config import MAX_SIZE, check_size
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.router import Chosen
 from nanovllm.extensions.experts.moe import MixtureOfExperts
@@ -103,21 +103,21 @@ class Llama4ForCausalLM(PartlyRotated):
         are_all = isinstance(rotates, list) and len(rotates) >= num_layers
         is_good = are_all and all(each in (0, 1) for each in rotates)
         check(is_good, "no_rope_layers must have 0 or 1 for each layer", rotates)
-        windows = tuple(chunk if each and chunk else 0 for each in rotates)
-        kinds = [CHUNKED if window else FULL for window in windows]
+        kinds = [CHUNKED if each and chunk else FULL for each in rotates]
         given = values.get("layer_types", kinds)
         check(given == kinds, f"layer_types must be {CHUNKED!r} where layers rotate, else {FULL!r}", given)
         experts = values.get("moe_layers", [*range(step - 1, num_layers, step)])
         check(isinstance(experts, list), "moe_layers must be a list", experts)
         return {
-            "windows": windows,
+            "windows": tuple((chunk or MAX_SIZE) if each else 0 for each in rotates),
             "intermediate_size": values["intermediate_size_mlp"],
             "moe_intermediate_size": values["intermediate_size"],
             "shared_expert_intermediate_size": values["intermediate_size"],
             "has_shared_gate": False,
             "mlp_only_layers": [i for i in range(num_layers) if i not in experts],
             "is_stored_apart": bool(values.get("quantization_config")),
-            "facts": values | {"no_rope_layers": rotates},
+            "attn_scale": values["attn_scale"] if values["attn_temperature_tuning"] else 0.0,
+            "floor_scale": values["floor_scale"],
         }
 
     def __init__(self, config: DecoderConfig):
@@ -127,12 +127,10 @@ class Llama4ForCausalLM(PartlyRotated):
         # All of a head is rotated, but files turn neighbours against each other.
         self.order = torch.arange(config.head_dim, device="cpu").view(-1, 2).T.flatten()
         positions = torch.arange(1, config.max_model_len + 1, dtype=torch.float32)
-        temperatures = torch.ones_like(positions)
-        if facts["attn_temperature_tuning"]:
-            temperatures += facts["attn_scale"] * (positions / facts["floor_scale"]).floor().log1p()
-        for rotates, layer in zip(facts["no_rope_layers"], self.model.layers, strict=False):
+        temperatures = 1.0 + facts["attn_scale"] * (positions / facts["floor_scale"]).floor().log1p()
+        for window, layer in zip(config.windows, self.model.layers, strict=False):
             attention = layer.self_attn
-            if not rotates:
+            if not window:
                 attention = layer.self_attn = WithoutPositions(config, attention.rotary_emb)
                 attention.register_buffer("temperatures", temperatures, persistent=False)
                 attention.q_norm = attention.k_norm = None
