@@ -6,7 +6,7 @@ row of some expert's product; with many tokens every expert gets a handful of ro
 weights once per step is the floor.
 
 - `kernels/router.py` picks the experts and their weights; all ranks pick alike. Weights are probabilities, or
-  in GLM-4.x sigmoids, to which a bias is added for the choice.
+  in GLM-4.x sigmoids, to which a bias is added for the choice. Llama 4 weights inputs, see its class.
 - `kernels/moe.py` chooses the kernels for a step's rows, and has their torch reference.
 - `kernels/grouped_gemm.py` and `kernels/grouped_mxfp4.py` multiply the rows of all experts by one launch. The
   table that says which tile belongs to which expert stands on the device and the grid follows from sizes
