@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoints.model_config import MAX_SIZE, check_size
+from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels.moe import run_experts
-from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.experts.kernels.router import Chosen, SigmoidRule
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.decoder import DecoderConfig
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
@@ -57,14 +58,17 @@ class WeightedInputs(MixtureOfExperts):
 
     is_stored_together = True
 
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
+        super().__init__(hidden_size, config, is_joint)
+        self.gate.routing = config.num_experts_per_tok, False, SigmoidRule()
+
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         x = stream.normalised()
         stream = Stream(stream.residual(), stream.norm, x)
         logits = self.gate(stream)
-        experts, _ = self.gate.choose(logits)
-        weights = logits.gather(1, experts.long()).float().sigmoid().to(x.dtype)
-        inputs = x[:, None] * weights[..., None]  # [tokens, top_k, hidden]
-        chosen = Chosen(experts.view(-1, 1), torch.ones_like(weights, dtype=torch.float32).view(-1, 1))
+        experts, weights = self.gate.choose(logits)
+        inputs = x[:, None] * weights.to(x.dtype)[..., None]  # [tokens, top_k, hidden]
+        chosen = Chosen(experts.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         y = run_experts(inputs.flatten(0, 1), self.experts.weights, chosen, get_context().is_prefill)
         return stream.add(self.add_shared(y.view_as(inputs).sum(1), stream, logits), next_norm)
 

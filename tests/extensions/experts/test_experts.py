@@ -133,8 +133,8 @@ def test_the_choice_by_sigmoids_matches_its_twin(device, dtype, normalise, num_e
     for rows in on(device, (1, 2, 3, 4, 5, 40, 500), (1, 6)):
         for top_k in on(device, range(1, 9), (1, 2, 7, 8)):
             logits = rand(rows, 2 * num_experts, device=device, dtype=dtype)[:, :num_experts] * 2
-            for groups in (1, 4):
-                bias = rand(num_experts, device=device)
+            for groups, has_bias in ((1, False), (1, True), (4, True)):
+                bias = rand(num_experts, device=device) if has_bias else None
                 rule = router.SigmoidRule(bias, groups, (groups + 1) // 2, 1.0 + groups)
                 if top_k > num_experts // groups * rule.top_groups:
                     continue
@@ -146,12 +146,13 @@ def test_the_choice_by_sigmoids_matches_its_twin(device, dtype, normalise, num_e
 
 
 @on_devices
-@pytest.mark.parametrize("has_sigmoids", [False, True])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoids", "sigmoids without a bias"])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value, has_sigmoids):
+def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value, kind):
     logits = rand(5, 6, device=device)
     logits[1], logits[2, 1:], logits[3, ::2] = value, value, value
-    rule = router.SigmoidRule(rand(6, device=device), 1, 1, 1.0) if has_sigmoids else None
+    bias = rand(6, device=device) if kind == "sigmoids" else None
+    rule = None if kind == "softmax" else router.SigmoidRule(bias)
     experts = router.choose_experts(logits, 5, True, rule).experts
     for row in experts.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(6))

@@ -46,13 +46,13 @@ class SigmoidRule(NamedTuple):
     """
     DeepSeek-V3's (arXiv:2412.19437), which GLM follows: an expert's score is the sigmoid of its logit. With a
     bias added scores are for the choice alone: of groups, by the sum of their two best, and of the best
-    experts in these. Weights are scores times a factor.
+    experts in these. Without one logits decide (Llama 4). Weights are scores times a factor.
     """
 
-    bias: Tensor  # float32 [experts]
-    num_groups: int  # of neighbours
-    top_groups: int  # that are chosen
-    factor: float
+    bias: Tensor | None = None  # float32 [experts]
+    num_groups: int = 1  # of neighbours
+    top_groups: int = 1  # that are chosen
+    factor: float = 1.0
 
 
 def choose_experts(
@@ -82,6 +82,7 @@ def choose_experts(
             TOP_K=top_k,
             TOP_K_PAD=next_power_of_2(top_k),
             NORMALISE=normalise,
+            SIGMOIDS=sigmoids is not None,
             ROWS=ROWS,
             num_warps=4,
             **overlap_options(logits.device),
@@ -97,7 +98,8 @@ def choose_experts_torch(
     order, scores, factor = logits, logits.softmax(-1), 1.0
     if sigmoids is not None:
         scores, factor = logits.sigmoid(), sigmoids.factor
-        order = in_best_groups(scores + sigmoids.bias, sigmoids)
+        if sigmoids.bias is not None:
+            order = in_best_groups(scores + sigmoids.bias, sigmoids)
     # Not `topk`: which of equal ones it takes is open.
     experts = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, experts)
@@ -129,6 +131,7 @@ def _choose_kernel(
     TOP_K: tl.constexpr,
     TOP_K_PAD: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SIGMOIDS: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -154,10 +157,12 @@ def _choose_kernel(
         highest, index = tl.max(value, axis=1, return_indices=True)  # of equal ones the first
         is_it = expert == index[:, None]
         chosen = tl.where(place == k, index[:, None], chosen)
-        if bias is None:
-            its = tl.exp(highest - peak) / total
-        else:
+        if bias is not None:
             its = tl.sum(tl.where(is_it, score, 0.0), axis=1)
+        elif SIGMOIDS:
+            its = 1.0 / (1.0 + tl.exp(-highest))
+        else:
+            its = tl.exp(highest - peak) / total
         share = tl.where(place == k, its[:, None], share)
         value = tl.where(is_it, float("-inf"), value)
     if NORMALISE:
