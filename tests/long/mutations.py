@@ -847,7 +847,10 @@ MUTATIONS = [
         ("stream.normalised().float())", "stream.residual().float())"),
         ("matrix.weight.data = matrix.weight.float()", "pass"),
         ("logits[:, : self.num_experts]", "logits"),
-        ("else matrix[part::per_expert]", "else matrix.tensor_split(per_expert)[part]"),
+        (
+            "            if self.bias is None:\n                parts",
+            "            if True:\n                parts",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp4",
@@ -1242,7 +1245,6 @@ MUTATIONS = [
         "nanovllm/extensions/models/llama4",
         ("queries *= self.temperatures[positions, None]", "pass"),
         ("attend(torch.zeros_like(positions), qkv)", "attend(positions, qkv)"),
-        ("    is_stored_together = True\n", ""),
         ("False, SigmoidRule()", "False, None"),
         ("config.num_experts_per_tok, False", "config.num_experts_per_tok, True"),
         ("inputs = x[:, None] * weights[..., None]", "inputs = x[:, None] * weights[:, :1, None]"),
@@ -1255,7 +1257,7 @@ MUTATIONS = [
         ("[*range(step - 1, num_layers, step)]", "[*range(0, num_layers, step)]"),
         ("if i not in experts", "if i in experts"),
         ('"intermediate_size": values["intermediate_size_mlp"],\n', ""),
-        ('"is_stored_apart": bool(values.get("quantization_config")),\n', ""),
+        ('"is_stored_together": not values.get("quantization_config"),\n', '"is_stored_together": True,\n'),
         ("amplitude == 1", "True"),
         ("view(-1, 2).T.flatten()", "view(-1, 2).flatten()"),
         ("torch.arange(1, config.max_model_len + 1", "torch.arange(0, config.max_model_len"),
@@ -1266,8 +1268,10 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/experts/moe",
-        ("matrix.tensor_split(per_expert)[part] if self.bias is None else matrix", "matrix"),
-        ("is_joint or self.is_stored_together", "is_joint"),
+        (
+            "            if self.bias is None:\n                parts",
+            "            if False:\n                parts",
+        ),
     ),
     *mutations_of(
         "nanovllm/extensions/models/rope",

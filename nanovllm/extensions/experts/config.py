@@ -28,7 +28,7 @@ class ExpertsConfig:
     n_group: int | None = None  # None: experts are not chosen by GLM's rule, see `SigmoidRule`
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
-    is_stored_apart: bool = False  # each expert's matrices, where else one tensor has all
+    is_stored_together: bool = False  # one tensor has the matrices of all experts
 
     def __post_init__(self) -> None:
         integer(1, MAX_EXPERTS)(self.num_experts, "num_experts")
@@ -54,9 +54,7 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
     """From the fields of a model whose files may have those that are `known`; None: it has no experts."""
     if "num_experts" not in known:
         return None
-    format = values.get("quantization_config") or {}
     own = {"moe_intermediate_size": values["intermediate_size"]}
-    own["is_stored_apart"] = format.get("quant_method") == "gguf"
     own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
     own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
     if "n_shared_experts" in known:  # GLM's fields: these are one MLP

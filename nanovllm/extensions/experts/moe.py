@@ -38,13 +38,11 @@ class MixtureOfExperts(nn.Module):
     them there may be an MLP for all tokens, which checkpoints call by another name if it has a gate.
     """
 
-    is_stored_together = False  # whether other experts are, too
-
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
         router = Router if config.n_group is None else SigmoidRouter
         self.gate = router(hidden_size, config, is_joint)
-        self.experts = Experts(hidden_size, config, is_joint, is_joint or self.is_stored_together)
+        self.experts = Experts(hidden_size, config, is_joint)
         self.shared_expert = self.shared_experts = None
         if width := config.shared_expert_intermediate_size:
             name = "shared_expert" if config.has_shared_gate else "shared_experts"
@@ -138,11 +136,11 @@ class SigmoidRouter(Router):
 
 class Experts(nn.Module):
     """
-    The matrices of all experts. Checkpoints have three tensors for each expert; of those that `are_together`
-    two for all, and of joint ones as many biases.
+    The matrices of all experts. Checkpoints have three tensors for each expert; of those that are stored
+    together two for all, and of joint ones as many biases.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool, are_together: bool = False):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
         super().__init__()
         self.num_experts, self.is_joint = config.num_experts, is_joint
         self.group = get_group()
@@ -153,7 +151,7 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj"):
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
             downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
-        linear = JointLinear if are_together and not config.is_stored_apart else StackedLinear
+        linear = JointLinear if config.is_stored_together else StackedLinear
         self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
     @property
@@ -247,8 +245,8 @@ class JointLinear(StackedLinear):
         for number, shard in enumerate(self.shards.values()):
             matrix = loaded_weight[number // per_expert]
             matrix = matrix.t() if is_transposed else matrix
-            part = number % per_expert
-            load(
-                matrix.tensor_split(per_expert)[part] if self.bias is None else matrix[part::per_expert],
-                shard,
-            )
+            if self.bias is None:
+                parts = matrix.tensor_split(per_expert)
+            else:
+                parts = [matrix[part::per_expert] for part in range(per_expert)]
+            load(parts[number % per_expert], shard)

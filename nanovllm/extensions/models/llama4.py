@@ -56,8 +56,6 @@ class WithoutPositions(Qwen3Attention):
 class WeightedInputs(MixtureOfExperts):
     """A token is multiplied by the sigmoid of an expert's logit before that expert computes it."""
 
-    is_stored_together = True
-
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
         super().__init__(hidden_size, config, is_joint)
         self.gate.routing = config.num_experts_per_tok, False, SigmoidRule()
@@ -119,7 +117,7 @@ class Llama4ForCausalLM(PartlyRotated):
             "shared_expert_intermediate_size": values["intermediate_size"],
             "has_shared_gate": False,
             "mlp_only_layers": [i for i in range(num_layers) if i not in experts],
-            "is_stored_apart": bool(values.get("quantization_config")),
+            "is_stored_together": not values.get("quantization_config"),
             "attn_scale": values["attn_scale"] if values["attn_temperature_tuning"] else 0.0,
             "floor_scale": values["floor_scale"],
         }
