@@ -1276,6 +1276,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/models/rope",
         ('settings["low_freq_factor"] <= settings', 'settings["low_freq_factor"] < settings'),
+        ("bool(frequencies.isfinite().all())", "True"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",

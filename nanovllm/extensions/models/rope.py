@@ -134,5 +134,7 @@ def scale_frequencies(settings: Fields, values: Fields) -> Fields:
     spellings["standardize_rope_params"] = lambda: None
     config = SimpleNamespace(**values | settings | spellings)
     frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    # An empty band of `llama3` may have a frequency right on it.
+    check(bool(frequencies.isfinite().all()), "rotary settings must make finite angles", kind)
     still = [0.0] * (values["head_dim"] // 2 - len(frequencies))  # of what is not rotated
     return {"inverse_frequencies": frequencies.tolist() + still, "amplitude": amplitude * own_amplitude}

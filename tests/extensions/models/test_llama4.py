@@ -258,6 +258,10 @@ def test_of_a_quantised_one_names_of_layers_are_those_of_the_text_part(tmp_path)
         ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, "change no length"),
+        (
+            {"rope_parameters": LLAMA3 | dict(original_max_position_embeddings=6.2831854820251465)},
+            "finite angles, got 'llama3'",
+        ),
     ],
 )
 def test_a_setting_that_is_not_possible_is_refused_by_name(tmp_path, changes, message):
