@@ -1247,7 +1247,7 @@ MUTATIONS = [
         ("attend(torch.zeros_like(positions), qkv)", "attend(positions, qkv)"),
         ("False, SigmoidRule()", "False, None"),
         ("config.num_experts_per_tok, False", "config.num_experts_per_tok, True"),
-        ("inputs = x[:, None] * weights[..., None]", "inputs = x[:, None] * weights[:, :1, None]"),
+        ("weights.to(x.dtype)[..., None]", "weights.to(x.dtype)[:, :1, None]"),
         ("(i + 1) % interval > 0", "i % interval > 0"),
         ("are_all and all(each in (0, 1) for each in rotates)", "are_all"),
         ("and len(rotates) >= num_layers", ""),
