@@ -1,6 +1,7 @@
 """Llama 4 through the whole engine, against transformers: both kinds of layers, and of networks."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -197,6 +198,20 @@ def test_its_experts_can_be_quantised_when_they_are_loaded(tmp_path):
     stored = load_file(folder / "model.safetensors")["model.layers.1.feed_forward.experts.gate_up_proj"]
     found = dequantise(model.model.layers[1].mlp.experts.weights.gate_up, torch.float32)
     torch.testing.assert_close(found, stored.mT.flatten(0, 1), atol=0.02, rtol=0.07)
+
+
+def test_an_adapter_is_for_rows_in_the_order_of_the_file(tmp_path):
+    folder, merged, lora = make_llama4(tmp_path / "base"), tmp_path / "merged", tmp_path / "lora"
+    name, a, b = "model.layers.0.self_attn.q_proj", torch.randn(4, 64), torch.randn(64, 4) * 0.1
+    lora.mkdir()
+    factors = {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    save_file(factors, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    shutil.copytree(folder, merged)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"] += b @ a
+    save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+    assert_answers(folder, merged, lora=str(lora))
 
 
 def make_whole(text: Path, folder: Path) -> Path:
