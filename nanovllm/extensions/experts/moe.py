@@ -219,8 +219,8 @@ def _load(load: Any, shard: Shard, loaded_weight: torch.Tensor) -> None:
 class JointLinear(StackedLinear):
     """
     `StackedLinear` of checkpoints that have one tensor for all experts: with biases gates and ups in turn
-    (gpt-oss's), else one behind the other (Llama 4's), which are called {name}_weight here. One in floating
-    point has the inputs first.
+    (gpt-oss's), else one behind the other (Llama 4's). The latter are called {name}_weight here, since MLPs
+    beside them have a `gate_up_proj`, too. One in floating point has the inputs first.
     """
 
     def names_in_checkpoint(self, name: str) -> list[str]:
