@@ -469,13 +469,15 @@ def test_a_backend_that_cannot_work_here_is_refused_with_the_reason(model, backe
         ({"dtype": "bfloat16"}, None),
         ({"dtype": "bfloat16", "head_dim": 512}, "heads of up to 256"),
         ({"dtype": "bfloat16", "sinks": torch.zeros(4)}, "no attention sinks"),
+        ({"dtype": "bfloat16", "window": 8, "in_chunks": True}, "no attention in chunks"),
+        ({"dtype": "bfloat16", "window": 0, "in_chunks": True}, None),
         ({"dtype": "bfloat16", "window": 8, "softcap": 50.0, "slopes": torch.ones(4)}, None),
     ],
 )
 def test_flash_attention_is_refused_what_it_cannot_compute_or_read(monkeypatch, options, reason):
     monkeypatch.setattr(attention, "HAVE_FLASH", True)
-    names = {"window", "softcap", "sinks", "slopes"}.intersection(options)
-    rule = {name: options.pop(name) for name in names}
+    fields = "window", "softcap", "sinks", "slopes", "in_chunks"
+    rule = {name: options.pop(name) for name in fields if name in options}
     layer = attention.Attention(4, options.pop("head_dim", 64), 0.125, 4)
     layer.variant = AttentionRule(1.0, **rule)
     config = ExtendedConfig("a model", device="cpu", attention_backend="flash", **options)

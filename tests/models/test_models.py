@@ -6,6 +6,7 @@ spelling, tied and untied embeddings, and heads larger and smaller than hidden_s
 """
 
 import random
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,6 +33,8 @@ from tiny_checkpoints import (
     spell_rope,
 )
 
+BOTH = True, False
+WITHOUT_WINDOW = "llama", "glm4_moe"
 CASES_PER_ARCHITECTURE = 17
 WHOLE_ENGINE = 0, 2, 4, 6, 9, 11, 13, 15  # every group size, window, kind and place of experts, of layers
 VOCAB = 320
@@ -85,15 +88,31 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
     window = [None, 20, 33, 64][number % 4]
     if architecture in ("mistral", "gemma3"):
         settings["sliding_window"] = window or 512
-    elif architecture != "llama" and window:
+    elif architecture not in WITHOUT_WINDOW and window:
         settings.update(use_sliding_window=True, sliding_window=window, max_window_layers=number % 3)
     if architecture == "gemma3":
         settings.update(query_pre_attn_scalar=pick.choice([8, 30]), sliding_window_pattern=1 + number % 3)
-    if architecture not in ("qwen2", "mistral"):
+    if architecture not in ("qwen2", "mistral", "qwen2_moe"):
         settings["attention_bias"] = (number // 2) % 2 == 1
     if architecture == "llama":
         settings["mlp_bias"] = (number // 4) % 2 == 1
-    if architecture == "qwen3_moe":
+    if architecture == "glm4_moe":
+        top_k, groups = 1 + number % 8, pick.choice([1, 2, 3])
+        settings.update(
+            num_experts_per_tok=top_k,
+            n_group=groups,
+            topk_group=(groups + 1) // 2,
+            n_routed_experts=groups * max(2, top_k, pick.choice([4, 7])),
+            n_shared_experts=1 + number % 2,
+            moe_intermediate_size=pick.choice([16, 24, 40]),
+            norm_topk_prob=(number // 8) % 2 == 0,
+            routed_scaling_factor=pick.choice([1.0, 2.5]),
+            num_hidden_layers=2 + number % 2,
+            first_k_dense_replace=(number // 4) % 3,
+            use_qk_norm=(number // 3) % 2 == 1,
+            partial_rotary_factor=pick.choice([0.5, 0.5, 1.0]),
+        )
+    if architecture in ("qwen3_moe", "qwen2_moe"):
         top_k = 1 + number % 8
         settings.update(
             num_experts=max(top_k, pick.choice([4, 8, 11])),
@@ -104,6 +123,8 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
             decoder_sparse_step=1 + (number // 4) % 2,
             mlp_only_layers=[0] if number % 3 == 1 else [],
         )
+    if architecture == "qwen2_moe":
+        settings["shared_expert_intermediate_size"] = pick.choice([16, 40, 96])
     if architecture == "gpt_oss":
         settings.update(
             num_local_experts=pick.choice([2, 4, 7]),
@@ -248,12 +269,16 @@ def test_the_cases_meet_everything_that_they_claim():
         natural = [s["hidden_size"] // s["num_attention_heads"] for s in settings]
         assert any(s["head_dim"] > n for s, n in zip(settings, natural, strict=True))
         assert any(s["head_dim"] < n for s, n in zip(settings, natural, strict=True))
-        if architecture == "qwen3_moe":
+        if architecture in ("qwen3_moe", "qwen2_moe"):
             assert {s["num_experts_per_tok"] for s in settings} == set(range(1, 9))
             assert {s["norm_topk_prob"] for s in settings} == {True, False}
             left_out = {(s["decoder_sparse_step"], *s["mlp_only_layers"]) for s in settings}
             assert left_out == {(1,), (2,), (1, 0), (2, 0)}
-        if architecture != "llama":
+        if architecture == "glm4_moe":
+            assert {(s["use_qk_norm"], s["attention_bias"]) for s in settings} == {*product(BOTH, BOTH)}
+            assert {s["n_group"] for s in settings} == {1, 2, 3}
+            assert {s["partial_rotary_factor"] for s in settings} == {0.5, 1.0}
+        if architecture not in WITHOUT_WINDOW:
             windows = {5, 16, 40} if architecture == "gpt_oss" else {20, 33, 64}
             assert {s.get("sliding_window") for s in settings} >= windows
         ropes = {(s.get("rope_scaling", {}).get("rope_type", "default"), spelling) for s, spelling in cases}

@@ -29,13 +29,14 @@ class Features(NamedTuple):
     softcap: float = 0.0
     has_sinks: bool = False
     has_slopes: bool = False
+    in_chunks: bool = False
 
     def rule(self, heads, head_dim, device):
         if self == Features():
             return AttentionVariant(head_dim**-0.5)
         sinks = rand(heads, device=device) + 1 if self.has_sinks else None
         slopes = torch.rand(heads, device=device) if self.has_slopes else None
-        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks, slopes)
+        return AttentionRule(head_dim**-0.5, self.window, self.softcap, sinks, slopes, self.in_chunks)
 
 
 def sum_and_norm(parts, residual, weight, eps):

@@ -128,7 +128,10 @@ def plain_attention(q, k, v, rule):
         key = torch.arange(k.shape[1], device=q.device)
         scores += slopes.double()[:, None, None] * (key - key[last:, None])
     seen = torch.ones_like(scores, dtype=torch.bool).tril(last)
-    if window:
+    if getattr(rule, "in_chunks", False):
+        key = torch.arange(k.shape[1], device=k.device)
+        seen &= key[last:, None] // window == key // window
+    elif window:
         seen = seen.triu(last - window + 1)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:  # a key without a value

@@ -33,6 +33,11 @@ def expected_parameters(folder: Path) -> dict[str, torch.Tensor]:
             ours[name] = value.flatten(0, 1)
             continue
         name = name.replace(".router.", ".gate.")
+        if ".shared_expert_gate." in name:  # the last row of the router
+            continue
+        gate = theirs.get(name.replace(".gate.", ".shared_expert_gate."))
+        if ".gate." in name and gate is not None:
+            value = torch.cat((value, gate))
         for parts, packed in (("qkv", "qkv_proj"), (("gate", "up"), "gate_up_proj")):
             if f".{parts[0]}_proj." in name:
                 others = [theirs[name.replace(f".{parts[0]}_proj.", f".{part}_proj.")] for part in parts]

@@ -117,10 +117,41 @@ PUBLISHED = {
     | dict(intermediate_size=[64] * 3 + [96] * 7, activation_sparsity_pattern=[0.95] * 3 + [0.0] * 7),
 }
 
+GLM = dict(model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], vocab_size=320, hidden_size=64)
+GLM |= dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16, partial_rotary_factor=0.5)
+GLM |= dict(intermediate_size=96, moe_intermediate_size=24, num_experts_per_tok=3, n_shared_experts=1)
+GLM |= dict(n_group=1, topk_group=1, norm_topk_prob=True, num_nextn_predict_layers=1, rms_norm_eps=1e-5)
+GLM |= dict(attention_bias=True, attention_dropout=0.0, hidden_act="silu", tie_word_embeddings=False)
+GLM |= dict(max_position_embeddings=512, rope_scaling=None, rope_theta=1000000, torch_dtype="bfloat16")
+GLM |= dict(pad_token_id=255, eos_token_id=[255, 256, 257])
+LARGE_GLM = GLM | dict(num_hidden_layers=5, n_routed_experts=20, first_k_dense_replace=3, use_qk_norm=True)
+
+QWEN2_MOE = dict(model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], vocab_size=320)
+QWEN2_MOE |= dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, hidden_act="silu")
+QWEN2_MOE |= dict(num_hidden_layers=2, max_window_layers=1, max_position_embeddings=512, rope_theta=1e6)
+QWEN2_MOE |= dict(intermediate_size=96, moe_intermediate_size=24, shared_expert_intermediate_size=96)
+QWEN2_MOE |= dict(num_experts=15, num_experts_per_tok=4, decoder_sparse_step=1, norm_topk_prob=False)
+QWEN2_MOE |= dict(sliding_window=256, use_sliding_window=False, rms_norm_eps=1e-6, router_aux_loss_coef=0.001)
+QWEN2_MOE |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", bos_token_id=255, eos_token_id=255)
+
+# Of models that have a class here.
+NATIVE = {
+    "zai-org/GLM-4.5-Air": GLM
+    | dict(num_hidden_layers=3, n_routed_experts=16, first_k_dense_replace=1, use_qk_norm=False)
+    | dict(routed_scaling_factor=1.0),
+    "zai-org/GLM-4.5": LARGE_GLM | dict(routed_scaling_factor=2.5),
+    "zai-org/GLM-4.6": LARGE_GLM | dict(routed_scaling_factor=2.5, max_position_embeddings=792),
+    "Qwen/Qwen1.5-MoE-A2.7B": QWEN2_MOE,
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": QWEN2_MOE | dict(output_router_logits=False, eos_token_id=256),
+    "Qwen/Qwen2-57B-A14B-Instruct": QWEN2_MOE
+    | dict(num_attention_heads=7, num_key_value_heads=1, hidden_size=112, num_hidden_layers=3)
+    | dict(num_experts=16, num_experts_per_tok=8, shared_expert_intermediate_size=192),
+}
+
 
 def make_published(name: str, folder: Path) -> Path:
     """A checkpoint of such a model with random weights."""
-    fields = PUBLISHED[name]
+    fields = (PUBLISHED | NATIVE)[name]
     save_random(CONFIG_MAPPING[fields["model_type"]](**fields), folder)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder

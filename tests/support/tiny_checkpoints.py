@@ -12,6 +12,7 @@ from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3", "gpt_oss": "GptOss"}
+ARCHITECTURES |= {"qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe"}
 
 # The engine options under which results are compared: the same everywhere.
 EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)
@@ -70,6 +71,8 @@ OWN["gemma3"] = dict(sliding_window=24, sliding_window_pattern=2, head_dim=16, q
 OWN["qwen3_moe"] = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[]
 )
+OWN["qwen2_moe"] = OWN["qwen3_moe"] | dict(shared_expert_intermediate_size=64)
+OWN["glm4_moe"] = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
 OWN["gpt_oss"] = dict(
     num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, head_dim=16, sliding_window=24
@@ -110,6 +113,9 @@ def make_checkpoint(
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of routers
+                buffer.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size=shard_size)
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
@@ -172,6 +178,8 @@ def spell_rope(folder: Path, spelling: str) -> None:
         settings = settings["full_attention"]
     theta = settings.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
     rope_type = settings.pop("rope_type", "default")
+    if "partial_rotary_factor" in settings:
+        edit_json(folder / "config.json", partial_rotary_factor=settings.pop("partial_rotary_factor"))
     if spelling == "rope_parameters":
         new = dict(rope_parameters={"rope_type": rope_type, "rope_theta": theta, **settings})
         edit_json(folder / "config.json", rope_theta=None, rope_scaling=None, **new)

@@ -80,6 +80,9 @@ def save_random(config: PretrainedConfig, folder: Path) -> None:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.3 if name.endswith("bias") else 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of routers
+                buffer.normal_(0, 0.3)
     model.save_pretrained(folder)
 
 

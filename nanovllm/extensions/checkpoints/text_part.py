@@ -28,6 +28,7 @@ GEMMA3 = {
 TEXTS = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     "gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text", {}),
+    "llama4_text": ("Llama4ForCausalLM", "llama4_text", {}),
     "ministral3": ("Ministral3ForCausalLM", "ministral3", {}),
     "mistral": ("MistralForCausalLM", "mistral", {}),
     "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2", {}),
@@ -39,6 +40,7 @@ TEXTS = {
 WHOLES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",

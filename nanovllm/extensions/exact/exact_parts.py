@@ -57,7 +57,9 @@ def use_exact(model: nn.Module, moe: Any, fp8: type) -> None:
 
         def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
             x, weights, is_prefill = stream.normalised(), self.experts.weights, get_context().is_prefill
-            return stream.add(exact_mixture(moe, x, weights, self.gate(stream), is_prefill), next_norm)
+            logits = self.gate(stream)
+            y = exact_mixture(moe, x, weights, self.gate.choose(logits), is_prefill)
+            return stream.add(self.add_shared(y, stream, logits), next_norm)
 
     class ExactFp8(fp8):
         """

@@ -12,6 +12,7 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
 )

@@ -5,14 +5,16 @@ that one token reads. For an engine this changes the shape of the work. Each (to
 row of some expert's product; with many tokens every expert gets a handful of rows, and reading all experts'
 weights once per step is the floor.
 
-- `kernels/router.py` picks the experts and their weights; all ranks pick alike.
+- `kernels/router.py` picks the experts and their weights; all ranks pick alike. Weights are probabilities, or
+  in GLM-4.x sigmoids, to which a bias is added for the choice. Llama 4 weights inputs, see its class.
 - `kernels/moe.py` chooses the kernels for a step's rows, and has their torch reference.
 - `kernels/grouped_gemm.py` and `kernels/grouped_mxfp4.py` multiply the rows of all experts by one launch. The
   table that says which tile belongs to which expert stands on the device and the grid follows from sizes
   alone, so a CUDA graph can hold it. What all of them share (the launcher, `find_tile`, `store_tile`) is in
   `extensions/quantised/kernels/grouped_gemm.py`; grouped_codes.py there is for layers without experts, too.
 - `kernels/gemv.py` and `kernels/gemv_codes.py` serve a few tokens: one product an assignment.
-- `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width.
+- `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width. Shared experts,
+  which compute all tokens, are an ordinary MLP beside the others; one sum over the ranks has both.
 - `config.py` has what a `config.json` says of it.
 
 The format of the weights decides which kernel multiplies them. In a decode step of few rows that is a gemv,

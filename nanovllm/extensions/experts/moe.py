@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.distributed.group import get_group
 from nanovllm.extensions.experts.config import ExpertsConfig
@@ -20,12 +20,13 @@ from nanovllm.extensions.experts.kernels.moe import (
     run_gemv,
     run_grouped,
 )
-from nanovllm.extensions.experts.kernels.router import Chosen, choose_experts
+from nanovllm.extensions.experts.kernels.router import Chosen, SigmoidRule, choose_experts
 from nanovllm.extensions.quantised.gguf import GGUF
 from nanovllm.extensions.quantised.products import PendingAdd, quantised_rows
 from nanovllm.extensions.quantised.scaled import ScaledWeight
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import DenseWeight, LinearBase, ReplicatedLinear, Shard, Weight, own_part
+from nanovllm.models.qwen3 import Qwen3MLP
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor
 
@@ -33,55 +34,110 @@ from nanovllm.utils.loader import StoredTensor
 class MixtureOfExperts(nn.Module):
     """
     The experts that the router `gate` chooses compute, and their outputs are summed by its weights. Joint
-    ones are gpt-oss's: stored together, with biases, another activation, and weights that add up to 1.
+    ones are gpt-oss's: stored together, with biases, another activation, and weights that add up to 1. Beside
+    them there may be an MLP for all tokens, which checkpoints call by another name if it has a gate.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
         super().__init__()
-        self.gate = Router(hidden_size, config, is_joint)
+        router = Router if config.n_group is None else SigmoidRouter
+        self.gate = router(hidden_size, config, is_joint)
         self.experts = Experts(hidden_size, config, is_joint)
+        self.shared_expert = self.shared_experts = None
+        if width := config.shared_expert_intermediate_size:
+            name = "shared_expert" if config.has_shared_gate else "shared_experts"
+            setattr(self, name, Qwen3MLP(hidden_size, width))
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
         weights, is_alone = self.experts.weights, self.gate.group.size == 1
         is_prefill = get_context().is_prefill
         kernels = choose_kernels(stream.x, weights, is_prefill)
-        if isinstance(kernels, Gemv):
-            chosen = self.gate(stream)
-            norm = (stream.norm.weight, stream.norm.eps) if stream.is_untouched else (None, 0.0)
-            x = stream.x if stream.is_untouched else stream.normalised()
-            y = run_gemv(kernels, x, weights, chosen, *norm, stream.residual() if is_alone else None)
-            return Stream(y, next_norm) if is_alone else stream.add(y, next_norm)
+        is_few = isinstance(kernels, Gemv)
         rows = None
         if kernels in (FP8, FP8_BLOCKS):
             rows = quantised_rows(stream, weights.gate_up.group, keep=True)
-        chosen = self.gate(stream)
-        parts = run_grouped(kernels, stream.normalised(), weights, chosen, is_prefill, rows)
+        logits = self.gate(stream)
+        chosen = self.gate.choose(logits)
+        norm, x = (None, 0.0), stream.x
+        if is_few and stream.is_untouched:
+            norm = stream.norm.weight, stream.norm.eps
+        else:
+            x = stream.normalised()
+        if is_alone and self.shared_experts:  # the product may fold the addition in
+            before = self.shared_experts(stream, next_norm).residual()
+        else:
+            before = self.add_shared(stream.residual() if is_alone else None, stream, logits)
+        if is_few:
+            y = run_gemv(kernels, x, weights, chosen, *norm, before)
+            return Stream(y, next_norm) if is_alone else stream.add(y, next_norm)
+        parts = run_grouped(kernels, x, weights, chosen, is_prefill, rows)
         if is_alone:
-            return PendingAdd(stream.residual(), next_norm, pending_add=parts)
-        return stream.add(parts.sum(1), next_norm)
+            return PendingAdd(before, next_norm, pending_add=parts)
+        y = parts.sum(1)
+        return stream.add(y if before is None else y + before, next_norm)
+
+    def add_shared(self, y: Tensor | None, stream: Stream, logits: Tensor) -> Tensor | None:
+        """y [tokens, hidden] plus what the MLP for all tokens computes, if there is one. None is 0."""
+        shared = self.shared_expert or self.shared_experts
+        if shared is None:
+            return y
+        gated = shared.gate_up_proj(stream, silu_and_mul=True)
+        added = shared.down_proj.product(len(stream.x)).linear(gated, None)
+        if self.shared_expert:
+            added = added * logits[:, self.experts.num_experts :].sigmoid()
+        return added if y is None else y + added
 
 
 class Router(ReplicatedLinear):
-    """Chooses experts by its product with a token. Checkpoints do not quantise it."""
+    """
+    Chooses experts by its product with a token, whose last column is the gate of the MLP for all tokens, if
+    there is one. Checkpoints do not quantise it.
+    """
 
     is_quantisable = False
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
-        super().__init__(hidden_size, config.num_experts, bias=is_joint)
+        self.num_experts = config.num_experts
+        shards = {None: Shard((self.num_experts, hidden_size))}
+        if config.has_shared_gate:
+            shards["shared"] = Shard((1, hidden_size))
+        LinearBase.__init__(self, shards, is_joint)
         self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
-    def forward(self, stream: Stream) -> Chosen:
+    def forward(self, stream: Stream) -> Tensor:
+        """[tokens, experts], and the gate."""
         if stream.is_untouched:
-            logits = super().forward(stream)
-        else:  # the norm is begun, so there is nothing to fold in: the plain product does
-            logits = self.matrix.norm_linear(stream, self.bias)
-        return choose_experts(logits, *self.routing)
+            return super().forward(stream)
+        # The norm is begun, so there is nothing to fold in: the plain product does.
+        return self.matrix.norm_linear(stream, self.bias)
+
+    def choose(self, logits: Tensor) -> Chosen:
+        return choose_experts(logits[:, : self.num_experts], *self.routing)
+
+
+class SigmoidRouter(Router):
+    """By `SigmoidRule`. Computes in float32, since scores near 1 differ by little."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
+        super().__init__(hidden_size, config, is_joint)
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        factors = config.n_group, config.topk_group, config.routed_scaling_factor
+        self.routing += (SigmoidRule(self.e_score_correction_bias, *factors),)
+
+    def set_matrix(self, matrix: Weight) -> None:
+        if matrix.weight.dtype != torch.float32:
+            matrix.weight.data = matrix.weight.float()
+        super().set_matrix(matrix)
+
+    def forward(self, stream: Stream) -> Tensor:
+        return self.matrix.multiply(stream.normalised().float())
 
 
 class Experts(nn.Module):
     """
-    The matrices of all experts. Checkpoints have three tensors for each expert; of joint ones two for all,
-    and as many biases.
+    The matrices of all experts. Checkpoints have three tensors for each expert; of those that are stored
+    together two for all, and of joint ones as many biases.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
@@ -95,7 +151,7 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj"):
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
             downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
-        linear = JointLinear if is_joint and not config.is_stored_apart else StackedLinear
+        linear = JointLinear if config.is_stored_together else StackedLinear
         self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
 
     @property
@@ -162,8 +218,9 @@ def _load(load: Any, shard: Shard, loaded_weight: torch.Tensor) -> None:
 
 class JointLinear(StackedLinear):
     """
-    `StackedLinear` of checkpoints that have one tensor for all experts, gates and ups in turn (gpt-oss's).
-    One in floating point has the inputs first.
+    `StackedLinear` of checkpoints that have one tensor for all experts: with biases gates and ups in turn
+    (gpt-oss's), else one behind the other (Llama 4's). The latter are called {name}_weight here, since MLPs
+    beside them have a `gate_up_proj`, too. One in floating point has the inputs first.
     """
 
     def names_in_checkpoint(self, name: str) -> list[str]:
@@ -174,7 +231,7 @@ class JointLinear(StackedLinear):
         if unknown := stored.keys() - {"weight", "blocks", "scales", "bias"}:
             raise ValueError(f"quantised weights of joint experts with {min(unknown)} are not supported")
         return {
-            name if inner == "weight" else f"{name}_{inner}": each._replace(
+            name if inner == "weight" and self.bias is not None else f"{name}_{inner}": each._replace(
                 load=functools.partial(self._load_each, each.load, inner == "weight")
             )
             for inner, each in stored.items()
@@ -188,4 +245,8 @@ class JointLinear(StackedLinear):
         for number, shard in enumerate(self.shards.values()):
             matrix = loaded_weight[number // per_expert]
             matrix = matrix.t() if is_transposed else matrix
-            load(matrix[number % per_expert :: per_expert], shard)
+            if self.bias is None:
+                parts = matrix.tensor_split(per_expert)
+            else:
+                parts = [matrix[part::per_expert] for part in range(per_expert)]
+            load(parts[number % per_expert], shard)

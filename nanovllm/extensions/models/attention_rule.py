@@ -1,4 +1,5 @@
-"""Attention with a window, a limit of scores, sinks or slopes: what Mistral, Gemma, gpt-oss and BLOOM do.
+"""Attention with a window, in chunks, with a limit of scores, sinks or slopes: what Mistral, Llama 4, Gemma,
+gpt-oss and BLOOM do.
 
 What a rule leaves out is not compiled into the kernels.
 """
@@ -24,10 +25,11 @@ class RuleConstants(NamedTuple):
 @dataclass(eq=False)
 class AttentionRule(AttentionVariant):
     """
-    A token attends to the last `window` tokens, itself among them (0: to all before it). A score s = q k^T *
-    scale becomes softcap * tanh(s / softcap), unless that is 0 (Gemma 2). exp(sinks[head]) joins the sum that
-    a head's probabilities are divided by: a key that has no value (gpt-oss). From each score slopes[head] is
-    subtracted as often as the key lies before the query (ALiBi; Press et al., 2022).
+    A token attends to the last `window` tokens, itself among them (0: to all before it), or with `in_chunks`
+    to those from the last multiple of `window` on (Llama 4). A score s = q k^T * scale becomes softcap *
+    tanh(s / softcap), unless that is 0 (Gemma 2). exp(sinks[head]) joins the sum that a head's probabilities
+    are divided by: a key that has no value (gpt-oss). From each score slopes[head] is subtracted as often as
+    the key lies before the query (ALiBi; Press et al., 2022).
     """
 
     scale: float
@@ -35,18 +37,21 @@ class AttentionRule(AttentionVariant):
     softcap: float = 0.0
     sinks: Tensor | None = None  # [heads], of any floating dtype
     slopes: Tensor | None = None  # float32 [heads]
+    in_chunks: bool = False
 
     def __post_init__(self) -> None:
         has_sinks, has_slopes = self.sinks is not None, self.slopes is not None
+        start = chunk_start if self.in_chunks else window_start
         self.hooks = Hooks(
-            first_token=window_start if self.window else None,
+            first_token=start if self.window else None,
             score=change_score if self.softcap or has_slopes else None,
             begin=begin_with_sink if has_sinks else None,
             begin_prefill=begin_prefill_with_sink if has_sinks else None,
             constants=RuleConstants(self.window, self.softcap, len(self.slopes) if has_slopes else 0),
         )
         self.extras = self.sinks, self.slopes
-        self.flash_problem = "it knows no attention sinks" if has_sinks else ""
+        unknown = "sinks" if has_sinks else "in chunks" if self.in_chunks and self.window else ""
+        self.flash_problem = unknown and f"it knows no attention {unknown}"
 
     def flash_options(self) -> dict[str, Any]:
         window = (self.window - 1, 0) if self.window else (-1, -1)  # which does not count the token itself
@@ -56,7 +61,8 @@ class AttentionRule(AttentionVariant):
     def first_token(self, context_lens: Tensor) -> Tensor:
         if not self.window:
             return super().first_token(context_lens)
-        return (context_lens - self.window).clamp_min(0)
+        chunk = (context_lens - 1) // self.window * self.window
+        return (chunk if self.in_chunks else context_lens - self.window).clamp_min(0)
 
     def score(self, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if self.softcap:
@@ -95,6 +101,12 @@ def set_rules(model: nn.Module) -> None:
 @triton.jit
 def window_start(extras, seq, context_len, HOOKS: tl.constexpr):
     return context_len - HOOKS.constants.window
+
+
+@triton.jit
+def chunk_start(extras, seq, context_len, HOOKS: tl.constexpr):
+    WINDOW: tl.constexpr = HOOKS.constants.window
+    return (context_len - 1) // WINDOW * WINDOW
 
 
 @triton.jit

@@ -33,18 +33,28 @@ DEFAULTS = {
 }
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
-OPTIONAL = {"mlp_bias": False, "sliding_window": None, "max_window_layers": 0, "sliding_window_pattern": 0}
+OPTIONAL = {
+    "mlp_bias": False,
+    "use_qk_norm": True,
+    "sliding_window": None,
+    "max_window_layers": 0,
+    "sliding_window_pattern": 0,
+}
 # Other names of fields.
 SPELLINGS = {
     "num_layers": "num_hidden_layers",
+    "n_routed_experts": "num_experts",
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
 }
+# A window of null is none; any other null asks for the model's default.
+WINDOWS = "sliding_window", "attention_chunk_size"
 # Settings that may have this value only.
 FIXED = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
+    "qkv_bias": True,
     "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
 }
@@ -60,10 +70,12 @@ class DecoderConfig(ModelConfig):
     """
 
     mlp_bias: bool
+    use_qk_norm: bool  # if the model has such norms at all
     local_rope_parameters: Fields
     windows: tuple[int, ...]
     query_pre_attn_scalar: float  # attention scores are divided by its root
     experts: ExpertsConfig | None  # None if each layer has an MLP
+    facts: Fields  # what `read_facts` of the model's class has found
     quantization_config: Fields | None  # as the file has it; None if weights are not quantised
     raw: Fields = field(repr=False)
 
@@ -82,6 +94,7 @@ class DecoderConfig(ModelConfig):
         sizes = super().divided_sizes
         if self.experts is not None:
             sizes["moe_intermediate_size"] = self.experts.moe_intermediate_size
+            sizes["shared_expert_intermediate_size"] = self.experts.shared_expert_intermediate_size
         return sizes
 
     def usual_dtype(self, device: str) -> str:
@@ -112,7 +125,7 @@ def read_any_config(
         if not found and type_decides(names):
             found = [model for model in models.values() if model.model_type == raw.get("model_type")]
         if found and model_impl != "transformers":
-            return read_decoder(raw, raw, [found[0].__name__], found[0].defaults)
+            return read_decoder(raw, raw, found[0])
         if model_impl == "native":
             raise ValueError(
                 f"model_impl='native' has no class for architectures {shown(names)}, only for {known}"
@@ -121,19 +134,18 @@ def read_any_config(
             sizes = read_other(raw, check_rope_keys)
         except ValueError as error:
             raise ValueError(f"{error}; known without transformers: {known}") from None
-        return read_decoder(raw, sizes, [], {})
+        return read_decoder(raw, sizes)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
-def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fields) -> DecoderConfig:
+def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig:
     """
-    From the fields that a file has, or others by their names, `given`, and its model's defaults, `own`. The
-    last two are empty for a model without a class here. Raises ValueError naming what is wrong or not
-    supported.
+    From the fields that a file has, or others by their names, `given`, for a model that has a class here, or
+    None. Raises ValueError naming what is wrong or not supported.
     """
-    # A window of null is none; any other null asks for the model's default.
-    given = {name: value for name, value in given.items() if value is not None or name == "sliding_window"}
+    own = model.defaults if model else {}
+    given = {name: value for name, value in given.items() if value is not None or name in WINDOWS}
     given = {SPELLINGS.get(name, name): value for name, value in given.items()} | given
     activation = "hidden_activation" if "hidden_activation" in given else "hidden_act"
     check_fixed(given, FIXED | {activation: own.get("hidden_act", "silu")})
@@ -141,22 +153,28 @@ def read_decoder(raw: Fields, given: Fields, architectures: list[str], own: Fiel
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
+    facts = model.read_facts(values) if hasattr(model, "read_facts") else {}
+    values |= facts
     number(1e-6, 1e15)(
         values.setdefault("query_pre_attn_scalar", values["head_dim"]), "query_pre_attn_scalar"
     )
-    check_bool(values["mlp_bias"], "mlp_bias")
+    for name in ("mlp_bias", "use_qk_norm"):
+        check_bool(values[name], name)
     rope, local_rope = (read_rope_parameters(values, kind) for kind in (FULL, SLIDING))
+    if "partial_rotary_factor" not in own:
+        check_fixed(rope, {"partial_rotary_factor": 1.0})
     limit = context_limit(rope, values["max_position_embeddings"])
     values |= {
-        "architectures": architectures,
+        "architectures": [model.__name__] if model else [],
         "rope_parameters": rope,
         "local_rope_parameters": local_rope,
-        "windows": _read_windows(values),
+        "windows": facts.get("windows") or _read_windows(values),
         "quantization_config": read_object(raw, "quantization_config") or None,
+        "facts": facts,
         "raw": raw,
         "context_limit": limit,
         "max_model_len": limit,
-        "experts": read_experts(values, own),
+        "experts": read_experts(values, own | facts),
     }
     return DecoderConfig.from_values(values)
 

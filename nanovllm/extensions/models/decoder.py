@@ -13,7 +13,8 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 class Decoder(Qwen3ForCausalLM):
     """
     A subclass has the name that its model has among `architectures` in config.json, and all other facts of
-    that model as attributes. Layers that attend to a window may have a rotation of their own (Gemma 3).
+    that model as attributes. Layers that attend to a window may have a rotation of their own (Gemma 3). Where
+    a file says something in another way than others, `read_facts` makes of its fields those that it means.
     """
 
     model_type = ""  # in config.json
@@ -23,6 +24,8 @@ class Decoder(Qwen3ForCausalLM):
     has_qk_norm = True
     has_qkv_bias_alone = False  # on these projections always, and nowhere else
     has_joint_experts = False  # see MixtureOfExperts
+    mixture_class = MixtureOfExperts
+    has_chunks = False  # in place of windows, see AttentionRule
 
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 
@@ -37,13 +40,13 @@ class Decoder(Qwen3ForCausalLM):
             attention = layer.self_attn
             attention.attn.variant.scale = scale
             if config.windows[i]:
-                attention.attn.variant = AttentionRule(scale, config.window(i))
+                attention.attn.variant = AttentionRule(scale, config.window(i), in_chunks=self.has_chunks)
                 attention.rotary_emb = local_rope or attention.rotary_emb
-            if not self.has_qk_norm:
+            if not (self.has_qk_norm and config.use_qk_norm):
                 attention.q_norm = attention.k_norm = None
             if self.has_qkv_bias_alone:
                 attention.o_proj.bias = None
             if experts is not None and experts.replaces_mlp(i):
-                layer.mlp = MixtureOfExperts(hidden_size, experts, self.has_joint_experts)
+                layer.mlp = self.mixture_class(hidden_size, experts, self.has_joint_experts)
             elif config.mlp_bias:
                 layer.mlp = Qwen3MLP(hidden_size, config.intermediate_size, bias=True)

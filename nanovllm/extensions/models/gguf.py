@@ -166,9 +166,7 @@ BY_TRANSFORMERS = (
     GGUFModel("cohere2", "cohere2", "sliding_window logit_scale"),
     GGUFModel("starcoder2", "starcoder2", "sliding_window"),
     GGUFModel("stablelm", "stablelm", rotates_part=True),
-    GGUFModel("qwen2moe", "qwen2_moe", f"{EXPERTS} moe_intermediate_size shared_expert_intermediate_size"),
     GGUFModel("olmoe", "olmoe", EXPERTS),
-    GGUFModel("glm4moe", "glm4_moe", IN_GROUPS, rotates_part=True),
     GGUFModel(
         "deepseek2",
         "deepseek_v2",

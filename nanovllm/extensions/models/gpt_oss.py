@@ -8,6 +8,7 @@ from torch import nn
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
 from nanovllm.extensions.models.gguf import EXPERTS, Fields, GGUFModel, Number
+from nanovllm.extensions.models.rope import read_object
 from nanovllm.layers.linear import Shard, own_part
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -37,6 +38,11 @@ class GptOssForCausalLM(Decoder):
     packed_modules_mapping = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
     packed_modules_mapping["router"] = ("gate", None)
     gguf = GGUFModel("gpt-oss", "gpt_oss", EXPERTS, read_gguf)
+
+    @staticmethod
+    def read_facts(values: Fields) -> Fields:
+        format = read_object(values, "quantization_config")
+        return {"is_stored_together": format.get("quant_method") != "gguf"}
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)

@@ -2,7 +2,19 @@
 
 from torch import nn
 
-from nanovllm.extensions.models import exaone, gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.extensions.models import (
+    exaone,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.gguf import BY_TRANSFORMERS, GGUFModel
 
@@ -11,10 +23,13 @@ CLASSES = (
     exaone.ExaoneForCausalLM,
     mistral.MistralForCausalLM,
     qwen2.Qwen2ForCausalLM,
+    qwen2_moe.Qwen2MoeForCausalLM,
     qwen3.Qwen3ForCausalLM,
     qwen3_moe.Qwen3MoeForCausalLM,
     gemma3.Gemma3ForCausalLM,
     gpt_oss.GptOssForCausalLM,
+    glm4_moe.Glm4MoeForCausalLM,
+    llama4.Llama4ForCausalLM,
 )
 MODELS = {model.__name__: model for model in CLASSES}
 

@@ -87,18 +87,22 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     kind = settings.setdefault("rope_type", settings.get("type", "default"))
     check(kind in [*ROPE_TYPES], f"rope_type must be one of {[*ROPE_TYPES]}", kind)  # which may be no text
     check_rope_keys(settings)
-    check_fixed(values | settings, {"partial_rotary_factor": 1.0})
+    part = settings.setdefault("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    number(0, 1)(part, "partial_rotary_factor")
+    size = int(values["head_dim"] * part)
+    is_good = size > 0 and size % 2 == 0
+    check(is_good, "partial_rotary_factor must leave an even number of rows of each head", part)
     for name in ROPE_NUMBERS:
         if name in settings or name in ROPE_TYPES[kind]:
             number(2 if name == "rope_theta" else 1e-6, 1e15)(settings.get(name), name)
     if kind == "frequency_factors":
-        factors, count = settings.get("factors"), values["head_dim"] // 2
+        factors, count = settings.get("factors"), size // 2
         are_many = isinstance(factors, list) and len(factors) == count
         are_good = are_many and all(is_number(factor, float, 1e-6, 1e15) for factor in factors)
         check(are_good, f"rotary factors must be {count} numbers from 1e-06 to 1e+15", factors)
     if kind == "llama3":
-        is_band = settings["low_freq_factor"] < settings["high_freq_factor"]
-        check(is_band, "high_freq_factor must be more than low_freq_factor", settings)
+        is_band = settings["low_freq_factor"] <= settings["high_freq_factor"]
+        check(is_band, "high_freq_factor must not be less than low_freq_factor", settings)
     return settings | scale_frequencies(settings, values)
 
 
@@ -116,16 +120,21 @@ def context_limit(rope_parameters: Fields, trained: int) -> int:
 def scale_frequencies(settings: Fields, values: Fields) -> Fields:
     """What `get_rope` takes besides `rope_theta`, or in its place."""
     kind, amplitude = settings["rope_type"], settings.get("attn_factor", 1.0)
-    if kind == "default":
+    if kind == "default" and settings["partial_rotary_factor"] == 1:
         return {"amplitude": amplitude}
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind == "frequency_factors":  # linear, with a factor of each frequency
         factors = torch.tensor(settings["factors"], dtype=torch.float32, device="cpu")
         kind, settings = "linear", settings | {"factor": factors}
+    elif kind == "default":
+        kind, settings = "linear", settings | {"factor": 1.0}
     # In place of a configuration, where its versions look for settings in different places.
     spellings = {"rope_parameters": settings, "rope_scaling": settings}
     spellings["standardize_rope_params"] = lambda: None
     config = SimpleNamespace(**values | settings | spellings)
     frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    return {"inverse_frequencies": frequencies.tolist(), "amplitude": amplitude * own_amplitude}
+    # An empty band of `llama3` may have a frequency right on it.
+    check(bool(frequencies.isfinite().all()), "rotary settings must make finite angles", kind)
+    still = [0.0] * (values["head_dim"] // 2 - len(frequencies))  # of what is not rotated
+    return {"inverse_frequencies": frequencies.tolist() + still, "amplitude": amplitude * own_amplitude}

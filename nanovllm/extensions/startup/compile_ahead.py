@@ -210,7 +210,10 @@ def launch_every_kernel(config: Config, make_runner: Callable[..., Any], group: 
     """
     model = config.hf_config
     windows = (*dict.fromkeys(model.windows), *model.windows)[:2]  # unlike ones, if there are
-    model = replace(model, num_hidden_layers=len(windows), windows=windows)
+    experts = model.experts
+    if experts is not None:  # one of two layers has them
+        experts = replace(experts, mlp_only_layers=experts.mlp_only_layers[:1])
+    model = replace(model, num_hidden_layers=len(windows), windows=windows, experts=experts)
     config = replace(config, hf_config=model)
     runner = make_runner(config, group=group, device=torch.device("cpu"))
     runner.build()

@@ -34,7 +34,6 @@ REFUSED = {
         "prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta "
         "xlm-roberta-xl xmod"
     ).split(),
-    "it attends in chunks, and its experts can be neither split nor quantised": ["llama4", "llama4_text"],
     "it attends to tokens that an index chooses": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split(),
 }
 # Fields that files of a model type must not set, and why.

@@ -44,7 +44,7 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import assert_greedy, load_reference
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "qwen2_moe"]
 LLAMA_3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
 QUANTISATIONS = ["F32", "F16", "BF16", "Q8_0", "Q4_0"]
 
@@ -86,7 +86,7 @@ def test_all_tensors_come_back(tmp_path, architecture, quantisation, tied):
         assert tensors[name].shape == tuple(value.shape)
         if architecture == "gemma3" and "norm" in name:
             value = value + 1 - 1  # which is in the file and loses some bits
-        kind = "F32" if name.endswith("mlp.gate.weight") else quantisation
+        kind = "F32" if name.endswith("gate.weight") else quantisation
         assert torch.equal(tensors[name][:].float(), requantised(value, kind)), name
 
 
@@ -783,7 +783,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, exaone, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, exaone, qwen2, qwen2moe"):
         open_checkpoint(tmp_path / "model.gguf")
 
 

@@ -22,7 +22,6 @@ from nanovllm.extensions.experts.moe import Experts
 from nanovllm.extensions.quantised.gguf import PackedCodes
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.transformers.config import VERIFIED
-from nanovllm.extensions.transformers.faster import PlainExperts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.loader import load_model
 from tiny_checkpoints import EXACT, load_reference, make_checkpoint, one_thread  # noqa: F401
@@ -152,23 +151,25 @@ def test_a_file_of_mistral_is_one_of_llama_and_may_have_a_window(tmp_path, windo
     assert_answers_as_transformers(file, tmp_path, model_impl="auto")
 
 
-@pytest.mark.parametrize("case", ["phi3", "glm4", "starcoder2"])
+@pytest.mark.parametrize("case", ["phi3", "glm4", "starcoder2", "glm4moe"])
 def test_matrices_stay_packed(tmp_path, case):
     sizes = dict(hidden_size=128, intermediate_size=128, vocab_size=16, head_dim=32)
+    if case == "glm4moe":  # whose experts are looked at below
+        sizes["first_k_dense_replace"] = 2
     file = make_file(tmp_path, case, "Q8_0", **sizes)
     theirs, prompt = load_reference(tmp_path), [*range(16)] * 2
     with torch.no_grad():
         logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     with LLM(str(file), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
         linears = [each for each in llm.model_runner.model.modules() if isinstance(each, LinearBase)]
-        assert len(linears) == 2 * (4 if case == "phi3" else 6)
+        assert len(linears) == 2 * {"phi3": 4, "glm4moe": 4}.get(case, 6)
         assert {type(run) for linear in linears for run in linear.matrix.runs} == {PackedCodes}
         [result] = llm.score([prompt], use_tqdm=False)
     expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
     assert result["logprob"] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2moe", "deepseek2 with sigmoids"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2moe", "glm4moe", "deepseek2 with sigmoids"])
 def test_experts_stay_packed(tmp_path, case):
     sizes = dict(hidden_size=128, intermediate_size=128, vocab_size=16, moe_intermediate_size=128)
     if case == "mixtral":
@@ -178,15 +179,15 @@ def test_experts_stay_packed(tmp_path, case):
     with torch.no_grad():
         logits = theirs(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     with LLM(str(file), **EXACT | {"dtype": "bfloat16"}, num_kvcache_blocks=40) as llm:
-        experts = [each for each in llm.model_runner.model.modules() if isinstance(each, PlainExperts)]
-        assert len(experts) == (1 if "deepseek2" in case else 2)
+        experts = [each for each in llm.model_runner.model.modules() if isinstance(each, Experts)]
+        assert len(experts) == (2 if case in ("mixtral", "qwen2moe") else 1)
         assert all(type(each.weights.gate_up) is type(each.weights.down) is PackedCodes for each in experts)
         [result] = llm.score([prompt], use_tqdm=False)
     expected = logits.gather(1, torch.tensor(prompt)[1:, None]).sum().item()
     assert result["logprob"] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("case", ["phi3", "glm4", "qwen2moe", "deepseek2"])
+@pytest.mark.parametrize("case", ["phi3", "glm4", "qwen2moe", "glm4moe", "deepseek2"])
 def test_two_ranks_answer_as_transformers_does(tmp_path, case):
     file = make_file(tmp_path, case, "Q8_0")
     if case == "phi3":

@@ -126,20 +126,46 @@ def test_the_choice_matches_its_twin(device, dtype, normalise, num_experts):
 
 
 @on_devices
+@in_both_types
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("num_experts", [12, 160])
+def test_the_choice_by_sigmoids_matches_its_twin(device, dtype, normalise, num_experts):
+    for rows in on(device, (1, 2, 3, 4, 5, 40, 500), (1, 6)):
+        for top_k in on(device, range(1, 9), (1, 2, 7, 8)):
+            logits = rand(rows, 2 * num_experts, device=device, dtype=dtype)[:, :num_experts] * 2
+            for groups, has_bias in ((1, False), (1, True), (4, True)):
+                bias = rand(num_experts, device=device) if has_bias else None
+                rule = router.SigmoidRule(bias, groups, (groups + 1) // 2, 1.0 + groups)
+                if top_k > num_experts // groups * rule.top_groups:
+                    continue
+                got = router.choose_experts(logits, top_k, normalise, rule)
+                expected = router.choose_experts_torch(logits, top_k, normalise, rule)
+                assert torch.equal(got.experts, expected.experts)
+                assert got.experts.dtype == torch.int32 and got.weights.dtype == torch.float32
+                torch.testing.assert_close(got.weights, expected.weights)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["softmax", "sigmoids", "sigmoids without a bias"])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value):
+def test_whatever_the_logits_a_token_gets_different_experts_that_exist(device, value, kind):
     logits = rand(5, 6, device=device)
     logits[1], logits[2, 1:], logits[3, ::2] = value, value, value
-    experts = router.choose_experts(logits, 5, True).experts
+    bias = rand(6, device=device) if kind == "sigmoids" else None
+    rule = None if kind == "softmax" else router.SigmoidRule(bias)
+    experts = router.choose_experts(logits, 5, True, rule).experts
     for row in experts.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(6))
 
 
+GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5)
 # transformers' routers: name of the model and the class, its settings, and whether it normalises.
 ROUTERS = {
     "softmax": ("mixtral", "MixtralTopKRouter", {}, True),
     "softmax, not normalised": ("olmoe", "OlmoeTopKRouter", {"norm_topk_prob": False}, False),
     "softmax of the chosen": ("gpt_oss", "GptOssTopKRouter", {}, True),
+    "sigmoids": ("glm4_moe", "Glm4MoeTopkRouter", GROUPS | {"norm_topk_prob": True}, True),
+    "sigmoids, not normalised": ("glm4_moe", "Glm4MoeTopkRouter", GROUPS | {"norm_topk_prob": False}, False),
 }
 
 
@@ -152,12 +178,15 @@ def test_experts_are_chosen_as_by_transformers_routers(name):
     for value in (*theirs.parameters(), *theirs.buffers()):
         value.data.normal_()
     logits, weights, experts = theirs(torch.randn(50, 24))
-    got = router.choose_experts_torch(logits, 3, normalise)
+    rule = None
+    if "sigmoids" in name:
+        rule = router.SigmoidRule(theirs.e_score_correction_bias, *GROUPS.values())
+    got = router.choose_experts_torch(logits, 3, normalise, rule)
     dense = [torch.zeros(50, 16, dtype=torch.float32) for _ in range(2)]
     dense[0].scatter_(1, got.experts.long(), got.weights)
     dense[1].scatter_(1, experts, weights.detach().float())
     torch.testing.assert_close(*dense)
-    if name != "softmax of the chosen":
+    if "chosen" not in name and rule is None:  # else theirs are in no order
         assert torch.equal(got.experts.long(), experts)
 
 

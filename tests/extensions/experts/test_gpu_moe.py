@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gpu_checks import GREEDY, MODES, assert_answers_as, assert_greedy, make_prompts
+from transformers_checkpoints import make
 
 from nanovllm import LLM
 from tiny_checkpoints import load_reference, make_checkpoint
@@ -13,13 +14,18 @@ MODELS = {
     "as published": dict(hidden_size=512, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128),
     "an MLP in every other layer": dict(num_hidden_layers=4, decoder_sparse_step=2),
     "rows of no 16 bytes": dict(hidden_size=60, num_experts=7, moe_intermediate_size=20),
+    "glm4_moe": dict(num_hidden_layers=3, use_qk_norm=True, attention_bias=True),
+    "qwen2_moe": dict(use_sliding_window=False, layer_types=None, shared_expert_intermediate_size=128),
 }
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request, tmp_path_factory):
     sizes = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=2) | MODELS[request.param]
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3_moe", seed=4, **sizes))
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param in ("glm4_moe", "qwen2_moe"):
+        return str(make(request.param, folder, hidden_size=256, moe_intermediate_size=64, **sizes))
+    return str(make_checkpoint(folder, "qwen3_moe", seed=4, **sizes))
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager", "preemption", "chunks"])

@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from layer_checks import TP_SIZES, on_rank
 
 from nanovllm import LLM
+from nanovllm.extensions.experts import moe
 from nanovllm.extensions.experts.config import ExpertsConfig
+from nanovllm.extensions.experts.kernels.moe import run_experts_torch
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised import products
+from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.utils.loader import find_places
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint
@@ -53,6 +56,69 @@ def test_the_ranks_parts_add_up_to_the_weighted_sum_of_the_chosen_experts(tp_siz
         torch.testing.assert_close(stream.normalised(), next_norm(stream.residual()))
         total += stream.residual() - x
     torch.testing.assert_close(total, mixture(norm(x), weights, normalise), atol=1e-5, rtol=1e-5)
+
+
+def mlp(x: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    gate, up, down = (weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+@TP_SIZES
+@pytest.mark.parametrize("kernels", ["gemv", "grouped"])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_an_mlp_for_all_tokens_adds_to_what_experts_compute(monkeypatch, tp_size, has_gate, kernels):
+    """In one sum over the ranks."""
+    torch.manual_seed(0)
+    wide, hidden = 4 * WIDTH, HIDDEN
+    names = {name: (WIDTH, f"experts.{name}") for name in map(str, range(EXPERTS))}
+    shared = "shared_expert" if has_gate else "shared_experts"
+    weights = {"gate.weight": torch.randn(EXPERTS, hidden), "shared": torch.randn(1, hidden)}
+    for name, (width, _) in (names | {shared: (wide, shared)}).items():
+        for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            weights[f"{name}.{part}_proj.weight"] = torch.randn(shape)
+    config = ExpertsConfig(
+        EXPERTS, TOP_K, WIDTH, shared_expert_intermediate_size=wide, has_shared_gate=has_gate
+    )
+
+    def make() -> MixtureOfExperts:
+        layer = MixtureOfExperts(hidden, config)
+        layer.packed_modules_mapping = {
+            "shared_gate": ("gate", "shared"),
+            "gate": ("gate", None),
+            "gate_proj": ("gate_up_proj", 0),
+            "up_proj": ("gate_up_proj", 1),
+        }
+        if not has_gate:
+            del layer.packed_modules_mapping["shared_gate"]
+        for name, stored in find_places(layer).items():
+            short = "shared" if name == "shared_gate.weight" else name.removeprefix("experts.")
+            stored.load(weights[short])
+        return layer
+
+    if kernels == "gemv":
+        monkeypatch.setattr(moe, "choose_kernels", lambda *_: moe.Gemv(None, None))
+        monkeypatch.setattr(moe, "run_gemv", plain_gemv)
+    x, norm, next_norm = torch.randn(7, hidden), RMSNorm(hidden), RMSNorm(hidden)
+    norm.weight.data.uniform_(0.5, 1.5)
+    total, num_sums = torch.zeros(7, hidden), []
+    monkeypatch.setattr(next_norm, "forward", lambda y, residual: num_sums.append(y) or (y, y + residual))
+    for rank in range(tp_size):
+        layer = on_rank(rank, tp_size, make)
+        total += layer(Stream(x, norm), next_norm).residual() - x
+    assert tp_size == 1 or len(num_sums) == tp_size
+    normed = norm(x)
+    expected = mlp(normed, weights, shared)
+    if has_gate:
+        expected = expected * torch.sigmoid(normed @ weights["shared"].T)
+    expected += mixture(normed, weights, True)
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
+
+
+def plain_gemv(_kernels, x, weights, chosen, norm_weight, eps, before):
+    """As `run_gemv` on a GPU."""
+    x = x if norm_weight is None else rms_norm_torch(x, norm_weight, eps)
+    y = run_experts_torch(x, weights, chosen).sum(1)
+    return y if before is None else y + before
 
 
 @pytest.mark.parametrize("group", [0, 128])

@@ -30,6 +30,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context
 
 RULES = [Features(window=1), Features(window=17), Features(softcap=2.0), Features(has_sinks=True)]
+RULES += [Features(window=17, in_chunks=True), Features(window=16, in_chunks=True)]
 RULES += [Features(has_slopes=True), Features(window=40, softcap=2.0, has_sinks=True, has_slopes=True)]
 with_rules = pytest.mark.parametrize("features", RULES, ids=str)
 in_both_caches = pytest.mark.parametrize("cache_dtype", [torch.float32, INT8], ids=["float32", "int8"])
@@ -118,6 +119,7 @@ KERNEL_SHAPES = [(6, 2, 20)] if INTERPRETED else SHAPES
 KINDS = [(torch.float32, torch.float32), (HALF, INT8), (HALF, HALF)][: 2 if INTERPRETED else 3]
 with_kinds = pytest.mark.parametrize("dtype, cache_dtype", KINDS)
 KERNEL_RULES = RULES[1:] if INTERPRETED else [*RULES[2:], Features(window=128)]
+KERNEL_RULES += [] if INTERPRETED else [Features(window=200, in_chunks=True)]
 
 
 @on_devices

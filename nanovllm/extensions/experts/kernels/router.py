@@ -42,14 +42,29 @@ class SortedAssignments(NamedTuple):
     max_tiles: int  # that there can be
 
 
-def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
+class SigmoidRule(NamedTuple):
+    """
+    DeepSeek-V3's (arXiv:2412.19437), which GLM follows: an expert's score is the sigmoid of its logit. With a
+    bias added scores are for the choice alone: of groups, by the sum of their two best, and of the best
+    experts in these. Without one logits decide (Llama 4). Weights are scores times a factor.
+    """
+
+    bias: Tensor | None = None  # float32 [experts]
+    num_groups: int = 1  # of neighbours
+    top_groups: int = 1  # that are chosen
+    factor: float = 1.0
+
+
+def choose_experts(
+    logits: Tensor, top_k: int, normalise: bool, sigmoids: SigmoidRule | None = None
+) -> Chosen:
     """
     The best experts by their logits [tokens, experts], of equal ones the first. Their weights are their
-    probabilities among all experts or, to `normalise`, their shares in the sum of these, which is softmax of
-    the chosen experts' logits.
+    probabilities among all experts, or scores by a rule of sigmoids; or, to `normalise`, their shares in the
+    sum of these, which of probabilities is softmax of the chosen experts' logits.
     """
-    if not use_triton(logits):
-        return choose_experts_torch(logits, top_k, normalise)
+    if not use_triton(logits) or sigmoids and sigmoids.num_groups > 1:
+        return choose_experts_torch(logits, top_k, normalise, sigmoids)
     rows, num_experts = logits.shape
     experts = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
@@ -58,13 +73,16 @@ def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
             logits,
             experts,
             weights,
+            sigmoids and sigmoids.bias,
             rows,
             logits.stride(0),
+            sigmoids.factor if sigmoids else 1.0,
             EXPERTS=num_experts,
             EXPERTS_PAD=next_power_of_2(num_experts),
             TOP_K=top_k,
             TOP_K_PAD=next_power_of_2(top_k),
             NORMALISE=normalise,
+            SIGMOIDS=sigmoids is not None,
             ROWS=ROWS,
             num_warps=4,
             **overlap_options(logits.device),
@@ -72,15 +90,31 @@ def choose_experts(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
     return Chosen(experts, weights)
 
 
-def choose_experts_torch(logits: Tensor, top_k: int, normalise: bool) -> Chosen:
+def choose_experts_torch(
+    logits: Tensor, top_k: int, normalise: bool, sigmoids: SigmoidRule | None = None
+) -> Chosen:
     logits = logits.float()
-    # Not `topk`: which of equal ones it takes is open. Nor by probabilities, which may be equal, or 0, where
-    # logits are not.
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.softmax(-1).gather(1, experts)
+    # Not by probabilities, which may be equal, or 0, where logits are not.
+    order, scores, factor = logits, logits.softmax(-1), 1.0
+    if sigmoids is not None:
+        scores, factor = logits.sigmoid(), sigmoids.factor
+        if sigmoids.bias is not None:
+            order = in_best_groups(scores + sigmoids.bias, sigmoids)
+    # Not `topk`: which of equal ones it takes is open.
+    experts = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, experts)
     if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Chosen(experts.int(), weights)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which is not 0
+    return Chosen(experts.int(), weights * factor)
+
+
+def in_best_groups(scores: Tensor, rule: SigmoidRule) -> Tensor:
+    """Scores [tokens, experts], with -inf for experts of other groups than the best."""
+    groups = scores.unflatten(1, (rule.num_groups, -1))
+    totals = groups.topk(min(2, groups.shape[2])).values.sum(-1)
+    best = totals.topk(rule.top_groups).indices
+    is_left_out = torch.ones_like(totals, dtype=torch.bool).scatter(1, best, False)
+    return groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,13 +122,16 @@ def _choose_kernel(
     logits,
     experts,
     weights,
+    bias,
     rows,
     stride,
+    factor,
     EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_PAD: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SIGMOIDS: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -105,9 +142,14 @@ def _choose_kernel(
     value = masked_load(logits + row.to(tl.int64) * stride + expert, is_real).to(tl.float32)
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
-    value = tl.where(expert < EXPERTS, value, float("-inf"))
-    peak = tl.max(value, axis=1)
-    total = tl.sum(tl.exp(value - peak[:, None]), axis=1)
+    if bias is None:
+        value = tl.where(expert < EXPERTS, value, float("-inf"))
+        peak = tl.max(value, axis=1)
+        total = tl.sum(tl.exp(value - peak[:, None]), axis=1)
+    else:
+        score = 1.0 / (1.0 + tl.exp(-value))
+        value = score + masked_load(bias + expert, expert < EXPERTS)
+        value = tl.where(expert < EXPERTS, value, float("-inf"))
     place = tl.arange(0, TOP_K_PAD)[None, :]
     chosen = tl.zeros([ROWS, TOP_K_PAD], tl.int32)
     share = tl.zeros([ROWS, TOP_K_PAD], tl.float32)
@@ -115,10 +157,17 @@ def _choose_kernel(
         highest, index = tl.max(value, axis=1, return_indices=True)  # of equal ones the first
         is_it = expert == index[:, None]
         chosen = tl.where(place == k, index[:, None], chosen)
-        share = tl.where(place == k, (tl.exp(highest - peak) / total)[:, None], share)
+        if bias is not None:
+            its = tl.sum(tl.where(is_it, score, 0.0), axis=1)
+        elif SIGMOIDS:
+            its = 1.0 / (1.0 + tl.exp(-highest))
+        else:
+            its = tl.exp(highest - peak) / total
+        share = tl.where(place == k, its[:, None], share)
         value = tl.where(is_it, float("-inf"), value)
     if NORMALISE:
-        share /= tl.sum(share, axis=1)[:, None]
+        share /= (tl.sum(share, axis=1) + 1e-20)[:, None]
+    share *= factor
     is_real = (row < rows) & (place < TOP_K)
     tl.store(experts + row * TOP_K + place, chosen, mask=is_real)
     tl.store(weights + row * TOP_K + place, share, mask=is_real)
