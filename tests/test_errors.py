@@ -517,7 +517,7 @@ def test_a_folder_without_a_config_is_named(tmp_path):
     dict(architectures=["MambaForCausalLM"]),
     dict(architectures=["MambaForCausalLM"], model_type="mamba"),
     dict(architectures=["NobodyKnows"], model_type="nobody_knows"),
-    dict(architectures=["BloomForCausalLM"], model_type="bloom"),
+    dict(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4"),
     dict(architectures=[], model_type="nobody_knows"),
     dict(architectures=None, model_type=None),
 ], ids=str)  # fmt: skip
