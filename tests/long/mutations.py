@@ -1063,7 +1063,7 @@ MUTATIONS = [
         ("            if not is_rotated:", "            if False:"),
         ('given.get("no_rope_layers") or ', ""),
         ("(i + 1) % every", "(i + 1) % 4"),
-        ('"layer_types" in given, "use', 'True, "use'),
+        ('given.get("use_sliding_window") and', "False and"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/qwen2_moe",
