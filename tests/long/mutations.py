@@ -55,6 +55,7 @@ TESTS += [
     "attention_rule",
     "experts",
     "shared_experts",
+    "smollm3",
     "gpt_oss",
     "exaone",
     "llama4",
@@ -1072,6 +1073,13 @@ MUTATIONS = [
         ('"norm_topk_prob": True', '"norm_topk_prob": False'),
         ('"first_k_dense_replace": 1', '"first_k_dense_replace": 0'),
         ('"rms_norm_eps": 1e-5', '"rms_norm_eps": 1e-6'),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/models/smollm3",
+        ("            if not is_rotated:", "            if False:"),
+        ('given.get("no_rope_layers") or ', ""),
+        ("(i + 1) % every", "(i + 1) % 4"),
+        ('given.get("use_sliding_window") and', "False and"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/qwen2_moe",

@@ -94,7 +94,11 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
         settings.update(query_pre_attn_scalar=pick.choice([8, 30]), sliding_window_pattern=1 + number % 3)
     if architecture not in ("qwen2", "mistral", "qwen2_moe"):
         settings["attention_bias"] = (number // 2) % 2 == 1
-    if architecture == "llama":
+    if architecture == "smollm3":
+        settings["no_rope_layer_interval"] = 1 + number % 3
+        if number % 5 == 0:
+            settings["no_rope_layers"] = [0, 1, 0][: settings["num_hidden_layers"]]
+    if architecture in ("llama", "smollm3"):
         settings["mlp_bias"] = (number // 4) % 2 == 1
     if architecture == "glm4_moe":
         top_k, groups = 1 + number % 8, pick.choice([1, 2, 3])

@@ -12,7 +12,7 @@ from nanovllm.checkpoints.model_config import ModelConfig
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 ARCHITECTURES |= {"qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3", "gpt_oss": "GptOss"}
-ARCHITECTURES |= {"qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe"}
+ARCHITECTURES |= {"qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe", "smollm3": "SmolLM3"}
 
 # The engine options under which results are compared: the same everywhere.
 EXACT = dict(device="cpu", dtype="float32", kvcache_block_size=16)

@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 FORMATS = "dense", "fp8"
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}

@@ -160,7 +160,6 @@ BY_TRANSFORMERS = (
         gguf_rotates_neighbours=True,
     ),
     GGUFModel("olmo2", "olmo2", "sliding_window", olmo),
-    GGUFModel("smollm3", "smollm3", gguf_rotates_neighbours=True),
     GGUFModel("glm4", "glm4", rotates_part=True),
     GGUFModel("command-r", "cohere", "logit_scale"),
     GGUFModel("cohere2", "cohere2", "sliding_window logit_scale"),

@@ -14,12 +14,14 @@ from nanovllm.extensions.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from nanovllm.extensions.models.config import Fields
 from nanovllm.extensions.models.gguf import BY_TRANSFORMERS, GGUFModel
 
 CLASSES = (
     llama.LlamaForCausalLM,
+    smollm3.SmolLM3ForCausalLM,
     exaone.ExaoneForCausalLM,
     mistral.MistralForCausalLM,
     qwen2.Qwen2ForCausalLM,
