@@ -1079,11 +1079,11 @@ MUTATIONS = [
         ("            if not is_rotated:", "            if False:"),
         ('given.get("no_rope_layers") or ', ""),
         ("(i + 1) % every", "(i + 1) % 4"),
-        ('given.get("use_sliding_window") and', "False and"),
+        ("needs_layer_types = True", "needs_layer_types = False"),
     ),
     *mutations_of(
         "nanovllm/extensions/models/qwen2_moe",
-        ('"sliding_window_pattern": 2', '"sliding_window_pattern": 3'),
+        ("needs_layer_types = True", "needs_layer_types = False"),
         ('"shared_expert_intermediate_size": 5632', '"shared_expert_intermediate_size": 0'),
     ),
     *mutations_of(

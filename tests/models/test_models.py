@@ -319,7 +319,7 @@ def test_an_unknown_rope_type_is_refused_by_name(tmp_path, architecture, spellin
 def test_a_scaled_model_is_that_of_transformers_beyond_its_first_length(
     tmp_path, architecture, rope, trained
 ):
-    settings = dict(rope_scaling=rope, max_position_embeddings=trained)
+    settings = dict(rope_scaling={**rope}, max_position_embeddings=trained)
     folder = make_checkpoint(tmp_path, architecture, tokenizer=False, **settings)
     reference = load_reference(folder)
     spell_rope(folder, "type")

@@ -9,8 +9,8 @@ from nanovllm.extensions.models.qwen3_moe import Qwen3MoeForCausalLM
 
 class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
     model_type = "qwen2_moe"
+    needs_layer_types = True
     defaults = Qwen3MoeForCausalLM.defaults | {
-        "sliding_window_pattern": 2,
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,

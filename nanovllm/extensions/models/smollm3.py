@@ -9,6 +9,7 @@ from nanovllm.utils.validation import check, integer
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
     model_type = "smollm3"
+    needs_layer_types = True
     defaults = LlamaForCausalLM.defaults | {
         "rope_theta": 2e6,
         "tie_word_embeddings": True,
@@ -20,8 +21,6 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
         given, layers = config.raw, self.model.layers
-        if given.get("use_sliding_window") and not given.get("layer_types"):
-            raise ValueError("use_sliding_window needs layer_types")
         every = integer(1)(given.get("no_rope_layer_interval", 4), "no_rope_layer_interval")
         rotates = given.get("no_rope_layers") or [(i + 1) % every for i in range(len(layers))]
         is_good = isinstance(rotates, list) and len(rotates) >= len(layers)

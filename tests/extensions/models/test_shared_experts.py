@@ -76,13 +76,6 @@ def test_greedy_tokens_are_the_same_with_other_settings(tmp_path, kind, changes)
     assert_native(make_native(kind, tmp_path, **changes))
 
 
-def test_windows_of_qwen2_moe_follow_from_the_number_of_a_layer(tmp_path):
-    windows = dict(use_sliding_window=True, sliding_window=8, num_hidden_layers=5)
-    folder = make_native("qwen2_moe", tmp_path, **windows)
-    edit_json(folder / "config.json", layer_types=None)
-    assert_native(folder)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_answer_as_transformers_does(tmp_path, kind):
     assert_native(make_native(kind, tmp_path), tensor_parallel_size=2)
@@ -221,6 +214,13 @@ def test_settings_that_are_not_possible_are_refused_by_name(tmp_path, kind, fiel
     folder = make_native(kind, tmp_path)
     edit_json(folder / "config.json", rope_parameters=None, rope_theta=1e4, **{field: value})
     with pytest.raises(ValueError, match=f"config.json: {message}"):
+        LLM(str(folder), **OPTIONS)
+
+
+def test_windows_of_qwen2_moe_need_kinds_of_layers(tmp_path):
+    folder = make_native("qwen2_moe", tmp_path)
+    edit_json(folder / "config.json", use_sliding_window=True, sliding_window=8, layer_types=None)
+    with pytest.raises(ValueError, match="use_sliding_window needs layer_types"):
         LLM(str(folder), **OPTIONS)
 
 
