@@ -134,7 +134,11 @@ def _quantised_matvec_kernel(
     inputs, factor = prepare_inputs(values, others, factor, KIND)
 
     while tile * HEIGHT < out_features:
-        its_words, its_scale, its_zero = words, scale, zero
+        # Converted in front of the next loads: behind them, a conversion of what is carried through the loop
+        # makes the compiler wait for all that is being loaded.
+        its_words, its_scale, its_zero = words, scale.to(tl.float32), zero
+        if weight[2] is None:
+            its_zero = zero.to(tl.float32)
         next_tile = tile + tl.num_programs(0)
         words, scale, zero = _load_tile(
             weight, next_tile, out_features, KIND, GROUP, TILE_ROWS, IN_FEATURES, PARTS, HEIGHT, PIECES
@@ -199,7 +203,7 @@ def _load_tile(
     scale = masked_load(scales + place, is_real)
     zero = scale
     if zeros is not None:
-        zero = masked_load(zeros + place, is_real).to(scale.dtype)
+        zero = masked_load(zeros + place, is_real)
     if offsets is not None:
         zero = masked_load(offsets + place, is_real)
     return found, scale, zero
