@@ -32,8 +32,8 @@ Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their 
   layer is one expert, whose rows all tokens are.
 - *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in bfloat16.
 
-A gemv in 8 bits takes 1.35 times as long as reading the weights, in 4 bits 1.7 to 2.3 times; for 64 rows 8 bits take
-twice as long, codes of 4 bits 3.5 to 4 times (docs/measurements.md has each, before and after, on an H100).
+A gemv in 8 bits takes 1.35 times as long as reading the weights, in 4 bits 1.7 to 2.3 times; for 64 rows 8
+bits take twice as long, codes of 4 bits 3.5 to 4 times (docs/measurements.md has each, on an H100).
 
 `dequantise_torch` is the reference of all. It also serves CPUs, in pieces; `gguf.py` has a product for them.
 
