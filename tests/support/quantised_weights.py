@@ -23,7 +23,7 @@ FORMATS = {
     "int4, groups of 128 with zeros": ("int4", (1, 128), "zeros"),
     "nf4": ("nf4", (1, 64), None),
     "fp4, groups of 16": ("fp4", (1, 16), None),
-    "fp4, groups of 32": ("fp4", (1, 32), None),
+    "fp4, scales in bfloat16": ("fp4", (1, 16), None),
 }
 
 
@@ -46,6 +46,8 @@ def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -
     if besides == "offsets":
         offsets = torch.randn(grid, device=device)
     scales = ((torch.rand(grid) + 0.5) / 100).to(device)
+    if name.endswith("bfloat16"):
+        scales = scales.bfloat16()
     zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
     weight = QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
     return weight._replace(table={"nf4": NF4_TABLE, "fp4": FP4_TABLE}.get(kind, 0))

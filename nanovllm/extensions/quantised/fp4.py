@@ -40,7 +40,7 @@ ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in 
 class Fp4(ScaledWeight):
     """`weight` uint8 [out, in / 2], places in FP4_NUMBERS; `scales` times the matrix's factor."""
 
-    code_dtype, kept_codes, table = torch.uint8, ORDER, FP4_TABLE
+    code_dtype, kept_codes, table, finest_group = torch.uint8, ORDER, FP4_TABLE, HALF
     packing = Packing(torch.uint8, 4)
     lowest, highest = -6.0, 6.0
 

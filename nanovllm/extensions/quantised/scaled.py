@@ -106,6 +106,7 @@ class ScaledWeight(Weight):
     make_gemv = None  # see `gemv_products`
     zero_point = 0  # where there are no `zeros`
     table = 0  # see `QuantisedWeight`
+    finest_group = 0  # inputs that kernels want a scale for, if checkpoints have one for more
     # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
     # and whether these have one dimension.
     packing: Packing
@@ -122,7 +123,7 @@ class ScaledWeight(Weight):
         parts, (height, width) = shards.values(), self.shape
         cuts = [cut.start for part in parts for cut in (part.place, part.rows)]
         rows = math.gcd(stored_tile[0], *cuts) or height
-        columns = math.gcd(stored_tile[1], *(part.columns.start for part in parts))
+        columns = math.gcd(stored_tile[1], self.finest_group, *(part.columns.start for part in parts))
         columns = min(columns, width) or width
         self.tile = (1 if columns == width else rows), columns  # a scale a row costs next to nothing
         self.product_dtype = None  # as long as no scales are loaded

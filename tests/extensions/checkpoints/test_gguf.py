@@ -783,7 +783,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, exaone, qwen2, qwen2moe"):
+    with pytest.raises(ValueError, match="'mamba' is not known; known ones: llama, smollm3, exaone, qwen2"):
         open_checkpoint(tmp_path / "model.gguf")
 
 

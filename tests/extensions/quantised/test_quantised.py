@@ -96,10 +96,11 @@ def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
     """What a thread reads at once has one scale, or one for each half (fp4), and lies inside the row."""
     weight = make_weight(name, (40, 12 * unit), "cpu")
     piece = 32 if weight.is_int4 else 16
+    of_rows = {} if weight.has_scale_pairs else {"tile": (1, 0), "scales": torch.ones(40, 1)}
     for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
         tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))
-        assert tiles.can_be_read() == (size % unit == 0)
-        cut_off = weight._replace(shape=(40, 10 * unit + size), tile=(1, 0), scales=torch.ones(40, 1))
+        assert tiles.can_be_read() == (size == unit if weight.has_scale_pairs else size % unit == 0)
+        cut_off = weight._replace(shape=(40, 10 * unit + size), **of_rows)
         assert cut_off.can_be_read() == (size % piece == 0)
 
 
@@ -125,8 +126,9 @@ def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
         codes = codes.view(torch.int8)
     else:
         codes = codes.where(codes & 127 < 127, 0).view(torch.float8_e4m3fn)  # without NaN
-    scales = torch.ones(8, 1, device=device)
-    weight = QuantisedWeight(codes.to(device), (8, 32), scales, (1, 32), zero_point=zero_point)
+    group = 16 if kind == "fp4" else 32
+    scales = torch.ones(8, 32 // group, device=device)
+    weight = QuantisedWeight(codes.to(device), (8, 32), scales, (1, group), zero_point=zero_point)
     weight = weight._replace(table={"nf4": NF4_TABLE, "fp4": FP4_TABLE}.get(kind, 0))
     matrix = matrix_of(weight).to(dtype)
     assert torch.equal(dequantise(weight, dtype), matrix)

@@ -148,6 +148,12 @@ def test_codes_of_4_bits_may_be_cut_anywhere_and_loaded_again(name):
             assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4 of compressed-tensors"])
+def test_kernels_read_codes_of_4_bits_whatever_shares_a_scale(name):
+    make, _ = LAYERS["replicated"]
+    assert make_layer(make, PACKERS[name]).matrix.quantised.can_be_read()
+
+
 @pytest.mark.parametrize("name", ["gptq, asymmetric", "gptq v2", "pack 4, asymmetric", "awq"])
 @pytest.mark.parametrize("sign, zero", [(1, 0), (-1, 15)])
 def test_the_zero_point_of_weights_of_one_sign_is_the_first_or_the_last(name, sign, zero):

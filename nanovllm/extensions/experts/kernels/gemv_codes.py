@@ -17,6 +17,7 @@ from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
     prepare_inputs,
+    widen,
 )
 from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_sizes
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
@@ -180,7 +181,8 @@ def _gemv_codes_kernel(
     factor = tl.sum(factor)  # the only one
 
     while tile * HEIGHT < EXPERT_ROWS:
-        current, its_scale, its_zero = found, scale, zero
+        current = found
+        its_scale, its_zero = widen(scale, zero, weight[1:], KIND)
         next_tile = tile + tl.num_programs(0)
         found, scale, zero = _load_rows(
             its_words, weight, its_scales, is_piece, next_tile, GROUPS, TILE_ROWS, PER_ROW, SIZES

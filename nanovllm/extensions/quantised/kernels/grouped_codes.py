@@ -32,6 +32,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     e2m1_to_bf16,
     halves_to_bf16,
     power_of_two_bf16,
+    scale_pair,
 )
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
@@ -170,13 +171,14 @@ def _grouped_codes_kernel(
         scale, high_scale, zero = row_zero, row_zero, row_zero
         offset = tl.full([1, 1, 1, 1], -0.0, low.dtype)
         if SCALES_CODES:
-            scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale.to(low.dtype)
-            scale = _expand(scale)
-            high_scale = scale
+            if KIND == FP4:
+                scale, high_scale = scale_pair(next_scale)
+            else:
+                scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale
+                high_scale = scale
+            scale, high_scale = _expand(scale.to(low.dtype)), _expand(high_scale.to(low.dtype))
             if zeros is not None:
                 zero = _expand((next_shift.to(tl.float32) + above).to(low.dtype))
-            elif KIND == FP4:
-                high_scale = _expand(next_shift.to(low.dtype))
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
             column = start + STEP + piece

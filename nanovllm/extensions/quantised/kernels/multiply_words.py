@@ -9,7 +9,14 @@ from string import Template
 import torch
 
 from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, bytes_of
-from nanovllm.extensions.quantised.kernels.quantised_weight import FP4, INT4, MXFP4, NF4, code_to_float
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    FP4,
+    INT4,
+    MXFP4,
+    NF4,
+    code_to_float,
+    scale_pair,
+)
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
 
@@ -220,12 +227,28 @@ def _split_four(values):
 
 
 @triton.jit
+def widen(scale, zero, grids, KIND: tl.constexpr):
+    """
+    What has been loaded of scales, and of zeros or offsets, as `multiply_pieces` takes it. Call it before the
+    next loads: a conversion behind them of what a loop carries makes the compiler wait for all of these.
+    """
+    if KIND == FP4:
+        low, high = scale_pair(scale)
+        return low.to(tl.float32), high.to(tl.float32)
+    if KIND != MXFP4:
+        scale = scale.to(tl.float32)
+    if grids[1] is None:
+        zero = zero.to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
 def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_POINT: tl.constexpr):
     """
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
-    in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset. `grids`
-    (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or the low halves of bytes,
-    `others` meet high halves, whose scale FP4 has in place of an offset.
+    in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset, as
+    `widen` gives them; `grids` (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or
+    the low halves of bytes, `others` meet high halves, whose scale FP4 has in place of an offset.
     """
     values, others, sums = inputs
     subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
@@ -253,14 +276,14 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
                 asm, registers, operands, dtype=tl.float32, is_pure=True, pack=1
             )
     if KIND == FP4:
-        return parts * scale.to(tl.float32) + more * zero.to(tl.float32)
+        return parts * scale + more * zero
     if KIND < INT4 and grids[1] is not None:
         parts -= zero.to(tl.float32) * sums
     if KIND == MXFP4:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    parts *= scale.to(tl.float32)
+    parts *= scale
     if grids[2] is not None:
-        parts += zero.to(tl.float32) * sums
+        parts += zero * sums
     return parts
 
 

@@ -15,6 +15,7 @@ from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
     prepare_inputs,
+    widen,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
 from nanovllm.kernels.activation import silu
@@ -134,11 +135,8 @@ def _quantised_matvec_kernel(
     inputs, factor = prepare_inputs(values, others, factor, KIND)
 
     while tile * HEIGHT < out_features:
-        # Converted in front of the next loads: behind them, a conversion of what is carried through the loop
-        # makes the compiler wait for all that is being loaded.
-        its_words, its_scale, its_zero = words, scale.to(tl.float32), zero
-        if weight[2] is None:
-            its_zero = zero.to(tl.float32)
+        its_words = words
+        its_scale, its_zero = widen(scale, zero, weight[1:], KIND)
         next_tile = tile + tl.num_programs(0)
         words, scale, zero = _load_tile(
             weight, next_tile, out_features, KIND, GROUP, TILE_ROWS, IN_FEATURES, PARTS, HEIGHT, PIECES

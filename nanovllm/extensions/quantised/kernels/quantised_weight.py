@@ -81,22 +81,24 @@ class QuantisedWeight(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """For kernels."""
-        tile = {"GROUP": self.group, "TILE_ROWS": self.tile[0]}
+        group = BLOCK if self.has_scale_pairs else self.group
+        tile = {"GROUP": group, "TILE_ROWS": self.tile[0]}
         return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **tile}
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """
-        For kernels: codes as numbers of this dtype, scales, zeros and offsets. In place of offsets FP4 has
-        the scales of high halves, whose inputs come 16 behind.
-        """
-        offsets = self.offsets
-        if self.table == FP4_TABLE:
-            offsets = self.scales.flatten()[HALF // self.group :]
-        return self.codes.view(dtype), self.readable_scales, self.zeros, offsets
+        """For kernels: codes as numbers of this dtype, scales, zeros and offsets."""
+        return self.codes.view(dtype), self.readable_scales, self.zeros, self.offsets
+
+    @property
+    def has_scale_pairs(self) -> bool:
+        """Whether kernels read two scales at once (FP4's), those of a piece's low and of its high halves."""
+        return self.table == FP4_TABLE
 
     @property
     def readable_scales(self) -> Tensor:
-        """Those of MXFP4 as bytes, which are exponents."""
+        """Those of MXFP4 as bytes, which are exponents; pairs as integers, see `scale_pair`."""
+        if self.has_scale_pairs:
+            return self.scales.view(torch.int32 if self.scales.itemsize == 2 else torch.int64)
         return self.scales.view(torch.uint8) if self.is_mxfp4 else self.scales
 
     @property
@@ -106,8 +108,8 @@ class QuantisedWeight(NamedTuple):
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
         unit = BLOCK if self.is_int4 else PIECE_BYTES
-        group_unit = HALF if self.table == FP4_TABLE else unit
-        return self.shape[1] % unit == 0 and self.group % group_unit == 0
+        has_whole_groups = self.group == HALF if self.has_scale_pairs else self.group % unit == 0
+        return self.shape[1] % unit == 0 and has_whole_groups
 
     def codes_of(self, rows: slice) -> Tensor:
         """These rows' codes, [rows, in]; numbers if they are in floating point."""
@@ -312,6 +314,17 @@ def power_of_two_bf16(scale):
 
 
 @triton.jit
+def scale_pair(words):
+    """The scales of low and of high halves: bfloat16, or of words of 64 bits float32."""
+    if words.dtype == tl.int32:
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        return low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True)
+    else:
+        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dequantise_kernel(
     weight, out, KIND: tl.constexpr, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ZERO_POINT: tl.constexpr,
     WIDTH: tl.constexpr, SIZE: tl.constexpr,
@@ -326,7 +339,8 @@ def _dequantise_kernel(
     place = (row // TILE_ROWS) * (1 if GROUP == 0 else tl.cdiv(WIDTH, GROUP)) + tl.zeros([COUNT], tl.int64)
     if GROUP > 0:
         place += column // GROUP
-    scale = masked_load(scales + place, inside).to(tl.float32)
+    scale = masked_load(scales + place, inside)
+    scale_of = scale_pair(scale) if KIND == FP4 else (scale, scale)  # halves
     zero = ZERO_POINT
     if zeros is not None:
         zero = masked_load(zeros + place, inside).to(tl.float32)
@@ -334,12 +348,9 @@ def _dequantise_kernel(
     if offsets is not None:
         offset = masked_load(offsets + place, inside).to(tl.float32)
     found = masked_load(codes + row * (WIDTH // PER_BYTE) + byte, inside)
-    scale_of = scale, scale  # halves
-    if KIND == FP4:
-        scale_of, offset = (scale, offset), 0.0
     if KIND >= NF4:
         numbers = look_up(found, tl.float16, KIND - NF4)
     for half in tl.static_range(PER_BYTE):
         code = numbers[half] if KIND >= NF4 else code_to_float(found.to(tl.int32), 4 * half, KIND)
-        number = (code.to(tl.float32) - zero) * scale_of[half] + offset
+        number = (code.to(tl.float32) - zero) * scale_of[half].to(tl.float32) + offset
         tl.store(out + row * WIDTH + column + 16 * half, number, mask=inside)
