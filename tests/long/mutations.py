@@ -897,7 +897,7 @@ MUTATIONS = [
         ),
         ("self.shape[1] % unit == 0 and has_whole_groups", "self.shape[1] % unit == 0"),
         ("self.shape[1] % unit == 0 and has_whole_groups", "has_whole_groups"),
-        ("self.group == HALF if self.has_scale_pairs else ", ""),
+        ("self.group == HALF if self.table == FP4_TABLE else ", ""),
         ("words.to(tl.int16), (words >> 16)", "words.to(tl.int16), words"),
         ("words.to(tl.int32), (words >> 32)", "words.to(tl.int32), words"),
     ),

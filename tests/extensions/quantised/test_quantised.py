@@ -96,10 +96,10 @@ def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
     """What a thread reads at once has one scale, or one for each half (fp4), and lies inside the row."""
     weight = make_weight(name, (40, 12 * unit), "cpu")
     piece = 32 if weight.is_int4 else 16
-    of_rows = {} if weight.has_scale_pairs else {"tile": (1, 0), "scales": torch.ones(40, 1)}
+    of_rows = {} if weight.table == FP4_TABLE else {"tile": (1, 0), "scales": torch.ones(40, 1)}
     for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
         tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))
-        assert tiles.can_be_read() == (size == unit if weight.has_scale_pairs else size % unit == 0)
+        assert tiles.can_be_read() == (size == unit if weight.table == FP4_TABLE else size % unit == 0)
         cut_off = weight._replace(shape=(40, 10 * unit + size), **of_rows)
         assert cut_off.can_be_read() == (size % piece == 0)
 

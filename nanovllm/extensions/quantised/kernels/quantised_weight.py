@@ -81,23 +81,17 @@ class QuantisedWeight(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """For kernels."""
-        group = BLOCK if self.has_scale_pairs else self.group
-        tile = {"GROUP": group, "TILE_ROWS": self.tile[0]}
-        return {"KIND": self.kind, "ZERO_POINT": self.zero_point, **tile}
+        group = BLOCK if self.table == FP4_TABLE else self.group
+        return {"KIND": self.kind, "GROUP": group, "TILE_ROWS": self.tile[0], "ZERO_POINT": self.zero_point}
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """For kernels: codes as numbers of this dtype, scales, zeros and offsets."""
         return self.codes.view(dtype), self.readable_scales, self.zeros, self.offsets
 
     @property
-    def has_scale_pairs(self) -> bool:
-        """Whether kernels read two scales at once (FP4's), those of a piece's low and of its high halves."""
-        return self.table == FP4_TABLE
-
-    @property
     def readable_scales(self) -> Tensor:
-        """Those of MXFP4 as bytes, which are exponents; pairs as integers, see `scale_pair`."""
-        if self.has_scale_pairs:
+        """Those of MXFP4 as bytes, which are exponents; those of FP4 as integers, see `scale_pair`."""
+        if self.table == FP4_TABLE:
             return self.scales.view(torch.int32 if self.scales.itemsize == 2 else torch.int64)
         return self.scales.view(torch.uint8) if self.is_mxfp4 else self.scales
 
@@ -108,7 +102,7 @@ class QuantisedWeight(NamedTuple):
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
         unit = BLOCK if self.is_int4 else PIECE_BYTES
-        has_whole_groups = self.group == HALF if self.has_scale_pairs else self.group % unit == 0
+        has_whole_groups = self.group == HALF if self.table == FP4_TABLE else self.group % unit == 0
         return self.shape[1] % unit == 0 and has_whole_groups
 
     def codes_of(self, rows: slice) -> Tensor:
@@ -315,7 +309,7 @@ def power_of_two_bf16(scale):
 
 @triton.jit
 def scale_pair(words):
-    """The scales of low and of high halves: bfloat16, or of words of 64 bits float32."""
+    """The scales of a piece's low and high halves: bfloat16, or of words of 64 bits float32."""
     if words.dtype == tl.int32:
         low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
         return low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True)
