@@ -360,8 +360,8 @@ def test_a_config_has_the_fields_and_defaults_of_transformers(tmp_path, architec
         assert getattr(config, name) == getattr(expected, name), name
     assert config.head_dim == (getattr(expected, "head_dim", None) or 16)
     assert bool(config.attention_bias) == bool(getattr(expected, "attention_bias", False))
-    has_experts = hasattr(expected, "num_experts") or hasattr(expected, "num_local_experts")
-    assert (config.experts is not None) == has_experts
+    numbers = "num_experts", "num_local_experts", "n_routed_experts"
+    assert (config.experts is not None) == any(hasattr(expected, name) for name in numbers)
     if config.experts is not None:
         for name, value in vars(config.experts).items():
             assert getattr(expected, name, value) == value, name

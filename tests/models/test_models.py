@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.products.kernels import fused_linear
@@ -34,7 +35,8 @@ from tiny_checkpoints import (
 )
 
 BOTH = True, False
-WITHOUT_WINDOW = "llama", "glm4_moe"
+IS_OLD = transformers.__version__ < "5"
+WITHOUT_WINDOW = "llama", "glm4_moe", *(("qwen2_moe",) if IS_OLD else ())
 CASES_PER_ARCHITECTURE = 17
 WHOLE_ENGINE = 0, 2, 4, 6, 9, 11, 13, 15  # every group size, window, kind and place of experts, of layers
 VOCAB = 320
@@ -102,6 +104,7 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
         settings["mlp_bias"] = (number // 4) % 2 == 1
     if architecture == "glm4_moe":
         top_k, groups = 1 + number % 8, pick.choice([1, 2, 3])
+        groups = 1 if IS_OLD else groups  # it may choose from other groups
         settings.update(
             num_experts_per_tok=top_k,
             n_group=groups,
@@ -129,6 +132,8 @@ def describe(architecture: str, number: int) -> tuple[dict, str]:
         )
     if architecture == "qwen2_moe":
         settings["shared_expert_intermediate_size"] = pick.choice([16, 40, 96])
+        if IS_OLD:  # it has no `head_dim` for these
+            del settings["head_dim"]
     if architecture == "gpt_oss":
         settings.update(
             num_local_experts=pick.choice([2, 4, 7]),
@@ -266,6 +271,8 @@ def test_the_cases_meet_everything_that_they_claim():
     for count in (2, 3, 4, 8):  # what `describe` takes by turns
         assert {number % count for number in WHOLE_ENGINE} == set(range(count))
     for architecture in ARCHITECTURES:
+        if IS_OLD and architecture in ("qwen2_moe", "glm4_moe"):
+            continue  # less is possible there
         cases = [describe(architecture, number) for number in range(CASES_PER_ARCHITECTURE)]
         settings = [setting for setting, _ in cases]
         assert {s["num_attention_heads"] // s["num_key_value_heads"] for s in settings} == set(range(1, 9))
