@@ -1,4 +1,4 @@
-"""example.py and bench.py on a small random checkpoint."""
+"""example.py and bench.py on a small random checkpoint, and a script that measures."""
 
 import json
 import os
@@ -195,3 +195,13 @@ def test_an_error_of_the_benchmark_is_one_line(monkeypatch, options):
     monkeypatch.setattr("sys.argv", ["bench.py", *options.split()])
     with pytest.raises(SystemExit, match="^bench.py: model 'missing'"):
         runpy.run_path(bench.__file__, run_name="__main__")
+
+
+# --- tests/long/formats.py ---
+
+
+@pytest.mark.slow
+def test_a_format_is_measured_in_two_checkouts_in_turn():
+    command = [sys.executable, "tests/long/formats.py", str(ROOT), "--tiny", "--formats", "NVFP4"]
+    lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"{ROOT.name}, NVFP4: {{'1': ") for line in lines)
