@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from cases import slow
 from forked_ranks import forked_ranks  # noqa: F401
 from open_checkpoints import open_checkpoint
 from quantised_checkpoints import compressed, quantise
@@ -83,7 +84,7 @@ def test_it_answers_as_transformers_does(tmp_path, name):
     assert_answers(folder := make_llama4(tmp_path, name), folder)
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-4-Scout-17B-16E-Instruct", "other layers"])
+@pytest.mark.parametrize("name", [slow("meta-llama/Llama-4-Scout-17B-16E-Instruct"), "other layers"])
 def test_ranks_have_parts_of_heads_and_of_every_network(tmp_path, name):
     assert_answers(folder := make_llama4(tmp_path, name), folder, tensor_parallel_size=2)
 
@@ -173,7 +174,7 @@ def store_together(folder: Path) -> None:
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
-@pytest.mark.parametrize("kept", [ATTENTION, ()], ids=["attention in floating point", "all in fp8"])
+@pytest.mark.parametrize("kept", [slow(ATTENTION, id="but attention"), pytest.param((), id="all in fp8")])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_quantised_checkpoint_has_experts_apart(tmp_path, kept, size):
     """As published by RedHatAI, whose attention is not quantised; rows of fp8 are put in order as well."""

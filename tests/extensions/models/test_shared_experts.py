@@ -229,6 +229,7 @@ def test_glm_is_refused_in_exact_mode_by_its_name(tmp_path):
         LLM(str(make_native("glm4_moe", tmp_path)), **OPTIONS, exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_forecast")
 @pytest.mark.parametrize("exact", [True, False])
 def test_qwen2_moe_has_the_logits_of_a_sequence_alone_in_exact_mode(tmp_path, exact):
