@@ -179,6 +179,7 @@ def test_without_numba_nothing_changes(tmp_path, monkeypatch):
         assert not is_compiled(llm)
 
 
+@pytest.mark.slow
 def test_smollm2_stays_close_to_float32(smollm2_gguf):  # noqa: F811
     text = "The history of the city begins with a small settlement on the river, which grew quickly."
     found = []
