@@ -153,6 +153,9 @@ def read_decoder(raw: Fields, given: Fields, model: Any = None) -> DecoderConfig
         own = own | {"rope_scaling": {}}
     asked = {name: value for name, value in given.items() if name in own or name not in OPTIONAL}
     values = read_sizes(DEFAULTS | OPTIONAL | own | asked)
+    needs_layer_types = values["use_sliding_window"] and getattr(model, "needs_layer_types", False)
+    if needs_layer_types and "layer_types" not in values:
+        raise ValueError("use_sliding_window needs layer_types")
     facts = model.read_facts(values) if hasattr(model, "read_facts") else {}
     values |= facts
     number(1e-6, 1e15)(

@@ -31,9 +31,6 @@ class Decoder(Qwen3ForCausalLM):
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 
     def __init__(self, config: DecoderConfig):
-        given = config.raw
-        if self.needs_layer_types and given.get("use_sliding_window") and not given.get("layer_types"):
-            raise ValueError("use_sliding_window needs layer_types")
         super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))
         local, local_rope = config.local_rope_parameters, None
         if local != config.rope_parameters:

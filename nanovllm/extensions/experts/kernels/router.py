@@ -104,7 +104,7 @@ def choose_experts_torch(
     experts = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, experts)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which is not 0
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
     return Chosen(experts.int(), weights * factor)
 
 
