@@ -1196,6 +1196,7 @@ MUTATIONS = [
         ("        up = gate.flip(0)", "        up = gate"),
         ("+ gates.std(-1, unbiased=False, keepdim=True) * deviations", ""),
         ('if hasattr(module, "_gaussian_topk"):', "if False:"),
+        ("inputs[0] < table.num_embeddings", "inputs[0] > 0"),
     ),
     *mutations_of(
         "nanovllm/extensions/transformers/model",

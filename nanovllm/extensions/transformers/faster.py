@@ -150,17 +150,24 @@ def change_methods(base: nn.Module) -> None:
     """
     Let attention modules hand over queries and keys that are not rotated yet, with a `rotation` that says how
     they have to be. One that changes them after that must lose the `forward` that it gets here. What cannot
-    be in a CUDA graph is replaced, too.
+    be in a CUDA graph, or fails on a GPU, is replaced, too.
     """
     for module in base.modules():
         if hasattr(module, "_gaussian_topk"):
             module._gaussian_topk = types.MethodType(sparse_gates, module)
+        if isinstance(table := getattr(module, "embed_tokens_per_layer", None), nn.Embedding):
+            table.register_forward_pre_hook(known_tokens)
         forward = inspect.unwrap(type(module).forward)  # without what renames its arguments
         code = getattr(forward, "__code__", None)
         if code and ROTATE in code.co_names and rotates_halves(forward.__globals__.get(ROTATE)):
             names = {**forward.__globals__, ROTATE: note_rotation}
             changed = types.FunctionType(code, names, None, forward.__defaults__, forward.__closure__)
             module.forward = types.MethodType(changed, module)
+
+
+def known_tokens(table: nn.Embedding, inputs: tuple[Tensor]) -> Tensor:
+    """A table of each layer may end before the vocabulary does: versions differ in whether they heed that."""
+    return torch.where(inputs[0] < table.num_embeddings, inputs[0], 0)
 
 
 def hands_over_rotation(query: Tensor, key: Tensor, value: Tensor) -> bool:

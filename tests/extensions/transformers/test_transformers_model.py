@@ -256,6 +256,15 @@ def test_sparse_gates_are_those_of_gemma_3n_without_a_number_copied_to_the_devic
     assert mlp._gaussian_topk(gates.to("meta")).is_meta and devices == {"cpu"}
 
 
+def test_tokens_beyond_the_table_of_each_layer_are_looked_up_as_the_first(tmp_path):
+    """Some versions of transformers do so themselves, others look them up where there is no memory."""
+    with LLM(str(make("gemma3n_text", tmp_path)), **EXACT, num_kvcache_blocks=40) as llm:
+        table = llm.model_runner.model.lm_head.base.embed_tokens_per_layer
+    tokens = torch.tensor([0, 7, 299, 300, 319])  # of 300 and 320
+    torch.testing.assert_close(table(tokens), table(torch.tensor([0, 7, 299, 0, 0])))
+    assert not table(tokens[:3]).eq(table(tokens[3:4])).all(1)[1:].any()
+
+
 class OtherMLP(torch.nn.Module):
     def __init__(self, act_fn):
         super().__init__()
