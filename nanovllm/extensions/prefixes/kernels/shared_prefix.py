@@ -129,7 +129,7 @@ def cascade_attention(
         ),
         variant.hooks,
         layout.load,
-        num_warps=4,
+        num_warps=8 if dim_pad * element_size >= 1024 else 4,
         num_stages=num_stages,
         **overlap_options(q.device),
     )
