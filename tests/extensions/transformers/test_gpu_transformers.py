@@ -17,7 +17,7 @@ from tiny_checkpoints import assert_greedy, load_reference
 
 pytestmark = pytest.mark.gpu
 
-# Before, tokens of its experts were counted on the host; attention did not go through a function; a number was
+# Before, its experts' tokens were counted on the host; attention went through no function; a number was
 # copied from the host, and tokens beyond a table were looked up in it.
 RECENT = {"aria_text", "codegen", "gptj", "gemma3n_text"}
 ON_THE_HOST = {
