@@ -242,6 +242,36 @@ def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monke
     assert not arrival_counters(x.device).any()
 
 
+LARGE = (5376, 4096)  # 1,344 steps of wide tiles, 10 for each of 132 multiprocessors
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+def test_large_weights_of_4_bits_have_wide_tiles_for_many_rows(monkeypatch):
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472)
+    monkeypatch.setattr(runtime, "compiling_for", gpu)
+
+    def is_wide(rows: int, name: str, shape: tuple[int, int]) -> bool:
+        tile = grouped_codes.linear_tile(rows, make_weight(name, shape, "cpu"), torch.device("cpu"))
+        return tile.BLOCK_M == grouped_codes.WIDE_TILE.BLOCK_M
+
+    assert is_wide(129, "int4, groups of 32", LARGE) and is_wide(256, "nf4", LARGE)
+    assert not is_wide(128, "nf4", LARGE) and not is_wide(256, "nf4", (5120, 4096))
+    assert not is_wide(256, "int8, groups of 16", LARGE)
+    gpu.shared_memory_per_multiprocessor = 102400
+    assert not is_wide(256, "nf4", LARGE)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [name for name in FORMATS if "4" in name])
+@pytest.mark.parametrize("rows, width", [(129, 4096), (256, 4096 + 64)])
+def test_products_of_large_weights_and_many_rows_are_right(rows, width, name):
+    weight = make_weight(name, (LARGE[0], width), "cuda")
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    expected = x.double() @ matrix_of(weight).T
+    assert error(multiply_by_codes(x, weight, None), expected) < 8e-3
+
+
 @on_devices
 @pytest.mark.parametrize("per_byte", [1, 2])
 def test_permuted_inputs_are_all_there_and_then_zeros(device, dtype, per_byte):

@@ -37,6 +37,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     cdiv,
+    has_hopper_shared_memory,
     masked_load,
     num_multiprocessors,
     tl,
@@ -55,6 +56,10 @@ LINEAR_TILES = {
     64: (Tile(64, 3, BLOCK_N=64, BLOCK_K=256), 2),
     MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
 }
+# For more rows than 128 and codes of 4 bits: they are converted once, and half as much is read from the L2
+# cache. One program fills a multiprocessor, which must have many steps, since the first wait for memory.
+WIDE_TILE = Tile(256, 3, WARPS=8)
+MIN_WIDE_STEPS = 10  # of a multiprocessor
 MIN_INPUTS = 512  # of a program, where several share them
 
 
@@ -78,16 +83,24 @@ def linear_codes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None)
     x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights become bfloat16, sums
     are float32.
     """
-    rows, (out_features, in_features) = len(x), weight.shape
+    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    multiply_codes(x, weight, GroupedProduct(bias, None, out, linear_tile(len(x), weight, x.device)))
+    return out
+
+
+def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Tile:
+    """What a program of `linear_codes` multiplies, and how many share the inputs of a tile."""
+    (out_features, in_features), processors = weight.shape, num_multiprocessors(device)
     tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
+    wide_steps = cdiv(out_features, WIDE_TILE.BLOCK_N) * cdiv(in_features, WIDE_TILE.BLOCK_K)
+    is_large = wide_steps >= MIN_WIDE_STEPS * processors
+    if rows > 128 and weight.is_int4 and is_large and has_hopper_shared_memory(device):
+        tile, programs = WIDE_TILE, 1
     tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
     steps = cdiv(in_features, tile.BLOCK_K)
-    most = min(num_multiprocessors(x.device) * programs // tiles, in_features // MIN_INPUTS)
-    tile = tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
-    multiply_codes(x, weight, GroupedProduct(bias, None, out, tile))
-    return out
+    most = min(processors * programs // tiles, in_features // MIN_INPUTS)
+    return tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])
