@@ -1078,9 +1078,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/smollm3",
-        ("            if not is_rotated:", "            if False:"),
-        ('given.get("no_rope_layers") or ', ""),
-        ("(i + 1) % every", "(i + 1) % 4"),
+        ("            if not rotates:", "            if False:"),
         ("needs_layer_types = True", "needs_layer_types = False"),
     ),
     *mutations_of(
@@ -1276,9 +1274,6 @@ MUTATIONS = [
         ("False, SigmoidRule()", "False, None"),
         ("config.num_experts_per_tok, False", "config.num_experts_per_tok, True"),
         ("weights.to(x.dtype)[..., None]", "weights.to(x.dtype)[:, :1, None]"),
-        ("(i + 1) % interval > 0", "i % interval > 0"),
-        ("are_all and all(each in (0, 1) for each in rotates)", "are_all"),
-        ("and len(rotates) >= num_layers", ""),
         ("(chunk or MAX_SIZE) if each else 0", "chunk or MAX_SIZE"),
         ("CHUNKED if each and chunk else FULL", "CHUNKED if each else FULL"),
         ("given == kinds", "True"),
@@ -1305,6 +1300,11 @@ MUTATIONS = [
         "nanovllm/extensions/models/rope",
         ('settings["low_freq_factor"] <= settings', 'settings["low_freq_factor"] < settings'),
         ("bool(frequencies.isfinite().all())", "True"),
+        ('values.get("no_rope_layers") or ', ""),
+        ("(i + 1) % interval", "(i + 1) % 4"),
+        ("(i + 1) % interval > 0", "i % interval > 0"),
+        ("are_all and all(each in (0, 1) for each in rotates)", "are_all"),
+        ("and len(rotates) >= num_layers", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",

@@ -1,6 +1,9 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
+import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.attention_rule import AttentionRule
@@ -51,3 +54,11 @@ class Decoder(Qwen3ForCausalLM):
                 layer.mlp = self.mixture_class(hidden_size, experts, self.has_joint_experts)
             elif config.mlp_bias:
                 layer.mlp = Qwen3MLP(hidden_size, config.intermediate_size, bias=True)
+
+
+def renamed(tensors: Iterable[Any], names: dict[str, str]) -> Iterator[Any]:
+    """A checkpoint's tensors, with these parts of their names replaced, in this order."""
+    for tensor in map(copy.copy, tensors):
+        for theirs, ours in names.items():
+            tensor.name = tensor.name.replace(theirs, ours)
+        yield tensor

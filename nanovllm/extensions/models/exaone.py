@@ -1,9 +1,9 @@
 """EXAONE 3 and 3.5: Llama by other names, in config.json (see config.py) and of tensors."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nanovllm.extensions.models.decoder import renamed
 from nanovllm.extensions.models.gguf import GGUFModel
 from nanovllm.extensions.models.llama import LlamaForCausalLM
 
@@ -28,7 +28,4 @@ class ExaoneForCausalLM(LlamaForCausalLM):
 
     def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
         """A checkpoint's tensors by Llama's names."""
-        for tensor in map(copy.copy, tensors):
-            for line in NAMES.strip().splitlines():
-                tensor.name = tensor.name.replace(*line.split())
-            yield tensor
+        return renamed(tensors, dict(map(str.split, NAMES.strip().splitlines())))
