@@ -1070,6 +1070,8 @@ MUTATIONS = [
         "nanovllm/extensions/models/glm4_moe",
         ("layer.self_attn.o_proj.bias = None", "pass"),
         ("if not each.name.startswith(further)", "if True"),
+        ("shared * values[", "values["),
+        ("[*range(first)]", "[]"),
         ('"partial_rotary_factor": 0.5', '"partial_rotary_factor": 1.0'),
         ('"use_qk_norm": False', '"use_qk_norm": True'),
         ('"norm_topk_prob": True', '"norm_topk_prob": False'),
@@ -1088,8 +1090,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/experts/config",
-        ("shared * own[", "own["),
-        ("[*range(first)]", "[]"),
         ("self.num_experts // groups * self.topk_group", "self.num_experts"),
     ),
     *mutations_of(
@@ -1414,7 +1414,7 @@ MUTATIONS = [
         (" & (mask.nonzero()[:, 0].diff() == 0)", ""),
         ("hidden.new_zeros(", "hidden.new_ones("),
         ("next_power_of_2(int(positions.max()) + 1)", "next_power_of_2(int(positions.max()))"),
-        ('parameters["amplitude"] = ROPE', "_ = ROPE"),
+        ("parameters=config.rope_parameters", 'parameters=config.rope_parameters | {"amplitude": 1.0}'),
         ("exact_linear(x, weight, bias)", "F.linear(x, weight, bias)"),
         ("lambda x, weight: add_rms_norm(x, None, weight, self.eps)[0]", "lambda x, weight: x * weight"),
         (
@@ -1443,7 +1443,7 @@ MUTATIONS = [
         ('"down_proj": downs}', '"down_proj": downs.detach()}'),
         ('    "output_router_logits",\n', ""),
         ("check(not is_list,", "check(True,"),
-        ("check(window is None,", "check(True,"),
+        ("check(not window,", "check(True,"),
         ("    if weights:\n", "    if not weights:\n"),
         ("kind is nn.Linear or not", "not"),
         ("check(len(weights) == 1,", "check(True,"),
