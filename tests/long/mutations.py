@@ -1068,7 +1068,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/glm4_moe",
-        ("layer.self_attn.o_proj.bias = None", "pass"),
+        ("has_output_bias = False", "has_output_bias = True"),
         ("if not each.name.startswith(further)", "if True"),
         ("shared * values[", "values["),
         ("[*range(first)]", "[]"),
@@ -1414,7 +1414,7 @@ MUTATIONS = [
         (" & (mask.nonzero()[:, 0].diff() == 0)", ""),
         ("hidden.new_zeros(", "hidden.new_ones("),
         ("next_power_of_2(int(positions.max()) + 1)", "next_power_of_2(int(positions.max()))"),
-        ("parameters=config.rope_parameters", 'parameters=config.rope_parameters | {"amplitude": 1.0}'),
+        ("length, config.rope_parameters", 'length, config.rope_parameters | {"amplitude": 1.0}'),
         ("exact_linear(x, weight, bias)", "F.linear(x, weight, bias)"),
         ("lambda x, weight: add_rms_norm(x, None, weight, self.eps)[0]", "lambda x, weight: x * weight"),
         (

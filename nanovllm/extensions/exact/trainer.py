@@ -14,9 +14,8 @@ changes a model of transformers in place:
 Weights and their names stay, so optimizers and checkpoints know nothing of it.
 """
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,9 +63,12 @@ def make_exact(model: nn.Module) -> nn.Module:
         for mark, exact in EXACT_LAYERS.items():
             if hasattr(module, mark):
                 module.__class__ = exact
-    rope, decoder = partial(get_rope, config.head_dim, parameters=config.rope_parameters), model.model
-    rotary_emb = functools.cache(lambda length, device: rope(length).to(device))
-    decoder.forward = partial(forward_packed, decoder, rotary_emb)
+
+    @cache
+    def rotary_emb(length: int, device: torch.device) -> RotaryEmbedding:
+        return get_rope(config.head_dim, length, config.rope_parameters).to(device)
+
+    model.model.forward = partial(forward_packed, model.model, rotary_emb)
     model.config._attn_implementation = "nanovllm_exact"  # for which transformers makes no masks
     return model
 

@@ -29,6 +29,7 @@ class ExpertsConfig:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     is_stored_together: bool = False  # one tensor has the matrices of all experts
+    is_joint: bool = False  # gpt-oss's, see `MixtureOfExperts`
 
     def __post_init__(self) -> None:
         integer(1, MAX_EXPERTS)(self.num_experts, "num_experts")

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanovllm.checkpoints.model_config import MAX_LAYERS
-from nanovllm.extensions.models.decoder import DecoderConfig
 from nanovllm.extensions.models.gguf import IN_GROUPS, Fields, GGUFModel
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
 from nanovllm.utils.validation import integer
@@ -28,6 +27,7 @@ class Glm4MoeForCausalLM(PartlyRotated):
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
     }
+    has_output_bias = False
     gguf = GGUFModel("glm4moe", "glm4_moe", IN_GROUPS, rotates_part=True)
 
     @staticmethod
@@ -42,11 +42,6 @@ class Glm4MoeForCausalLM(PartlyRotated):
             "has_shared_gate": False,
             "mlp_only_layers": [*range(first)],
         }
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.self_attn.o_proj.bias = None  # queries, keys and values alone may have one
 
     def converted(self, tensors: Iterable[Any], known: Any) -> Iterator[Any]:
         """Without the layer behind the last, which predicts one more token."""

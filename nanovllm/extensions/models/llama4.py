@@ -4,9 +4,6 @@ Most layers rotate queries and keys and attend in chunks. The others know no pos
 a token, and sharpen their scores a little as a text grows.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +12,7 @@ from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels.moe import run_experts
 from nanovllm.extensions.experts.kernels.router import Chosen, SigmoidRule
 from nanovllm.extensions.experts.moe import MixtureOfExperts
-from nanovllm.extensions.models.decoder import DecoderConfig, renamed
+from nanovllm.extensions.models.decoder import DecoderConfig
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
 from nanovllm.extensions.models.rope import FULL, Fields, rotating_layers
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -29,14 +26,6 @@ CHECKS = {
     "interleave_moe_layer_step": check_size,
     "floor_scale": number(1, 1e9),
     "attn_scale": number(0, 1e6),
-}
-# Parts of a tensor's name, and what the core calls them.
-NAMES = {
-    ".feed_forward.": ".mlp.",
-    ".router.": ".gate.",
-    ".shared_expert.": ".shared_experts.",
-    ".experts.gate_up_proj": ".experts.gate_up_proj_weight",  # see JointLinear
-    ".experts.down_proj": ".experts.down_proj_weight",
 }
 
 
@@ -54,8 +43,8 @@ class WithoutPositions(Qwen3Attention):
 class WeightedInputs(MixtureOfExperts):
     """A token is multiplied by the sigmoid of an expert's logit before that expert computes it."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
-        super().__init__(hidden_size, config, is_joint)
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
+        super().__init__(hidden_size, config)
         self.gate.routing = config.num_experts_per_tok, False, SigmoidRule()
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
@@ -87,6 +76,13 @@ class Llama4ForCausalLM(PartlyRotated):
     }
     mixture_class = WeightedInputs
     has_chunks = True
+    renamed_parts = {
+        ".feed_forward.": ".mlp.",
+        ".router.": ".gate.",
+        ".shared_expert.": ".shared_experts.",
+        ".experts.gate_up_proj": ".experts.gate_up_proj_weight",  # see JointLinear
+        ".experts.down_proj": ".experts.down_proj_weight",
+    }
 
     @staticmethod
     def read_facts(values: Fields) -> Fields:
@@ -130,7 +126,3 @@ class Llama4ForCausalLM(PartlyRotated):
                 attention.q_norm = attention.k_norm = None
             elif config.use_qk_norm:  # the norms' weights stay 1
                 attention.q_norm.weight.weight_loader = attention.k_norm.weight.weight_loader = None
-
-    def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
-        """A checkpoint's tensors by the core's names."""
-        return renamed(tensors, NAMES)

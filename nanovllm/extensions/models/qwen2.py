@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Qwen3 without norms on queries and keys, with biases on their projections."""
 
 from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import GGUFModel
+from nanovllm.extensions.models.gguf import Fields, GGUFModel
 from nanovllm.extensions.models.qwen3 import WINDOW
 
 
@@ -10,4 +10,8 @@ class Qwen2ForCausalLM(Decoder):
     gguf = GGUFModel("qwen2", "qwen2")
     defaults = WINDOW | {"max_window_layers": 28}
     has_qk_norm = False
-    has_qkv_bias_alone = True
+    has_output_bias = False
+
+    @staticmethod
+    def read_facts(values: Fields) -> Fields:
+        return {"attention_bias": True}
