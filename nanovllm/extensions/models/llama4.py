@@ -18,10 +18,11 @@ from nanovllm.extensions.models.rope import FULL, Fields, rotating_layers
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.context import get_context
-from nanovllm.utils.validation import check, number
+from nanovllm.utils.validation import check, integer, number
 
 CHUNKED = "chunked_attention"
 CHECKS = {
+    "attention_chunk_size": integer(1, MAX_SIZE, None),
     "intermediate_size_mlp": check_size,
     "interleave_moe_layer_step": check_size,
     "floor_scale": number(1, 1e9),
@@ -90,8 +91,6 @@ class Llama4ForCausalLM(PartlyRotated):
         for name, check_value in CHECKS.items():
             check_value(values[name], name)
         num_layers, chunk = values["num_hidden_layers"], values["attention_chunk_size"]
-        if chunk is not None:
-            check_size(chunk, "attention_chunk_size")
         rotates, step = rotating_layers(values), values["interleave_moe_layer_step"]
         kinds = [CHUNKED if each and chunk else FULL for each in rotates]
         given = values.get("layer_types", kinds)

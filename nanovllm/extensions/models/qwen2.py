@@ -1,7 +1,9 @@
 """Qwen2 and Qwen2.5: Qwen3 without norms on queries and keys, with biases on their projections."""
 
-from nanovllm.extensions.models.decoder import Decoder
-from nanovllm.extensions.models.gguf import Fields, GGUFModel
+from dataclasses import replace
+
+from nanovllm.extensions.models.decoder import Decoder, DecoderConfig
+from nanovllm.extensions.models.gguf import GGUFModel
 from nanovllm.extensions.models.qwen3 import WINDOW
 
 
@@ -12,6 +14,5 @@ class Qwen2ForCausalLM(Decoder):
     has_qk_norm = False
     has_output_bias = False
 
-    @staticmethod
-    def read_facts(values: Fields) -> Fields:
-        return {"attention_bias": True}
+    def __init__(self, config: DecoderConfig):
+        super().__init__(replace(config, attention_bias=True))  # whatever files say
