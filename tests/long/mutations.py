@@ -1070,8 +1070,10 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/glm4_moe",
-        ("layer.self_attn.o_proj.bias = None", "pass"),
+        ("has_output_bias = False", "has_output_bias = True"),
         ("if not each.name.startswith(further)", "if True"),
+        ("shared * values[", "values["),
+        ("[*range(first)]", "[]"),
         ('"partial_rotary_factor": 0.5', '"partial_rotary_factor": 1.0'),
         ('"use_qk_norm": False', '"use_qk_norm": True'),
         ('"norm_topk_prob": True', '"norm_topk_prob": False'),
@@ -1080,9 +1082,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/models/smollm3",
-        ("            if not is_rotated:", "            if False:"),
-        ('given.get("no_rope_layers") or ', ""),
-        ("(i + 1) % every", "(i + 1) % 4"),
+        ("            if not rotates:", "            if False:"),
         ("needs_layer_types = True", "needs_layer_types = False"),
     ),
     *mutations_of(
@@ -1092,8 +1092,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/experts/config",
-        ("shared * own[", "own["),
-        ("[*range(first)]", "[]"),
         ("self.num_experts // groups * self.topk_group", "self.num_experts"),
     ),
     *mutations_of(
@@ -1278,9 +1276,6 @@ MUTATIONS = [
         ("False, SigmoidRule()", "False, None"),
         ("config.num_experts_per_tok, False", "config.num_experts_per_tok, True"),
         ("weights.to(x.dtype)[..., None]", "weights.to(x.dtype)[:, :1, None]"),
-        ("(i + 1) % interval > 0", "i % interval > 0"),
-        ("are_all and all(each in (0, 1) for each in rotates)", "are_all"),
-        ("and len(rotates) >= num_layers", ""),
         ("(chunk or MAX_SIZE) if each else 0", "chunk or MAX_SIZE"),
         ("CHUNKED if each and chunk else FULL", "CHUNKED if each else FULL"),
         ("given == kinds", "True"),
@@ -1307,6 +1302,11 @@ MUTATIONS = [
         "nanovllm/extensions/models/rope",
         ('settings["low_freq_factor"] <= settings', 'settings["low_freq_factor"] < settings'),
         ("bool(frequencies.isfinite().all())", "True"),
+        ('values.get("no_rope_layers") or ', ""),
+        ("(i + 1) % interval", "(i + 1) % 4"),
+        ("(i + 1) % interval > 0", "i % interval > 0"),
+        ("are_all and all(each in (0, 1) for each in rotates)", "are_all"),
+        ("and len(rotates) >= num_layers", ""),
     ),
     *mutations_of(
         "nanovllm/extensions/models/config",
@@ -1416,7 +1416,7 @@ MUTATIONS = [
         (" & (mask.nonzero()[:, 0].diff() == 0)", ""),
         ("hidden.new_zeros(", "hidden.new_ones("),
         ("next_power_of_2(int(positions.max()) + 1)", "next_power_of_2(int(positions.max()))"),
-        ('parameters["amplitude"] = ROPE', "_ = ROPE"),
+        ("length, config.rope_parameters", 'length, config.rope_parameters | {"amplitude": 1.0}'),
         ("exact_linear(x, weight, bias)", "F.linear(x, weight, bias)"),
         ("lambda x, weight: add_rms_norm(x, None, weight, self.eps)[0]", "lambda x, weight: x * weight"),
         (
@@ -1445,7 +1445,7 @@ MUTATIONS = [
         ('"down_proj": downs}', '"down_proj": downs.detach()}'),
         ('    "output_router_logits",\n', ""),
         ("check(not is_list,", "check(True,"),
-        ("check(window is None,", "check(True,"),
+        ("check(not window,", "check(True,"),
         ("    if weights:\n", "    if not weights:\n"),
         ("kind is nn.Linear or not", "not"),
         ("check(len(weights) == 1,", "check(True,"),

@@ -35,13 +35,17 @@ def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[st
     """
     Tensors by the model's `known` names, without those that no model needs. Files of the layers alone have
     names without "model.". A tied weight may be stored under its first name, under the second, or under both.
-    Raises ValueError if these differ. A model whose tensors are made of others has `converted`.
+    Raises ValueError if these differ. A model whose tensors are made of others has `converted`, and one that
+    calls parts of their names otherwise has `renamed_parts`.
     """
     if hasattr(model, "converted"):
         tensors = model.converted(tensors, known)
     tied, found = tied_names(model), {}
+    renamed_parts = getattr(model, "renamed_parts", {})
     for tensor in tensors:
         name = tensor.name
+        for theirs, ours in renamed_parts.items():
+            name = name.replace(theirs, ours)
         if name not in known and f"model.{name}" in known:
             name = f"model.{name}"
         name = tied.get(name, name)

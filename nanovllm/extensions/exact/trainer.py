@@ -14,9 +14,8 @@ changes a model of transformers in place:
 Weights and their names stay, so optimizers and checkpoints know nothing of it.
 """
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm.assembly import moe, token_logprobs
+from nanovllm.assembly import moe, read_config, token_logprobs
 from nanovllm.extensions.exact.attention import ExactBackend
 from nanovllm.extensions.exact.products import exact_linear, exact_mixture, exact_silu_and_mul
 from nanovllm.kernels.activation import silu_and_mul_torch
@@ -48,7 +46,6 @@ NO_OPTIONS = (
     "output_hidden_states",
     "output_router_logits",
 )
-ROPE_TYPES = ["default", "linear", "llama3", "yarn"]
 
 
 def make_exact(model: nn.Module) -> nn.Module:
@@ -61,14 +58,17 @@ def make_exact(model: nn.Module) -> nn.Module:
     Positions count the tokens that the attention mask shows, from 0 in each row, unless position_ids are
     given. Wherever these do not go on by one a sequence begins, so that a row may hold several.
     """
-    parameters = _check_model(model)
+    config = _check_model(model)
     for module in model.modules():
         for mark, exact in EXACT_LAYERS.items():
             if hasattr(module, mark):
                 module.__class__ = exact
-    decoder, head_dim = model.model, model.model.layers[0].self_attn.head_dim
-    rotary_emb = functools.cache(lambda length, device: get_rope(head_dim, length, parameters).to(device))
-    decoder.forward = partial(forward_packed, decoder, rotary_emb)
+
+    @cache
+    def rotary_emb(length: int, device: torch.device) -> RotaryEmbedding:
+        return get_rope(config.head_dim, length, config.rope_parameters).to(device)
+
+    model.model.forward = partial(forward_packed, model.model, rotary_emb)
     model.config._attn_implementation = "nanovllm_exact"  # for which transformers makes no masks
     return model
 
@@ -88,17 +88,15 @@ def logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor
     return found.view(tokens.shape)
 
 
-def _check_model(model: nn.Module) -> dict[str, Any]:
-    """The rotary settings, for `get_rope`."""
+def _check_model(model: nn.Module) -> Any:
+    """The configuration, as the engine reads it."""
     name = type(model).__name__
     check(name in MODELS, f"model must be one of transformers' {MODELS}", name)
-    config, rope_type = model.config, model.model.rotary_emb.rope_type
-    check(not config.attention_dropout, "attention_dropout must be 0", config.attention_dropout)
-    check(config.hidden_act == "silu", "hidden_act must be 'silu'", config.hidden_act)
-    for layer in model.model.layers:
-        window = getattr(layer.self_attn, "sliding_window", None)
-        check(window is None, "attention must be without a sliding window", window)
-    check(rope_type in ROPE_TYPES, f"rope_type must be one of {ROPE_TYPES}", rope_type)
+    dropout = model.config.attention_dropout
+    check(not dropout, "attention_dropout must be 0", dropout)
+    config = read_config(name, model.config.to_dict() | {"architectures": [name]})
+    window = max(config.windows)
+    check(not window, "attention must be without a sliding window", window)
     for path, module in model.named_modules():
         kind = type(module)
         is_known = kind is nn.Linear or not hasattr(module, "in_features")
@@ -108,11 +106,7 @@ def _check_model(model: nn.Module) -> dict[str, Any]:
     weights = {f"{weight.dtype} on {weight.device}" for weight in model.parameters()}
     check(len(weights) == 1, "weights must have one dtype and be on one device", sorted(weights))
     check(weights != {"torch.float16 on cpu"}, "weights on a CPU must be float32 or bfloat16", "float16")
-    parameters = {"rope_theta": getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]}
-    if rope_type != "default":
-        frequencies, parameters["amplitude"] = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
-        parameters["inverse_frequencies"] = frequencies.tolist()
-    return parameters
+    return config
 
 
 # Around the decoder's layers

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.checkpoints.model_config import MAX_LAYERS, MAX_SIZE, check_size
+from nanovllm.checkpoints.model_config import MAX_SIZE, check_size
 from nanovllm.utils.validation import check, check_bool, integer, number
 
 MAX_EXPERTS = 2**12
@@ -29,6 +29,7 @@ class ExpertsConfig:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     is_stored_together: bool = False  # one tensor has the matrices of all experts
+    is_joint: bool = False  # gpt-oss's, see `MixtureOfExperts`
 
     def __post_init__(self) -> None:
         integer(1, MAX_EXPERTS)(self.num_experts, "num_experts")
@@ -57,12 +58,5 @@ def read_experts(values: dict[str, Any], known: Collection[str]) -> ExpertsConfi
     own = {"moe_intermediate_size": values["intermediate_size"]}
     own |= {field.name: values[field.name] for field in fields(ExpertsConfig) if field.name in known}
     own["num_experts"] = values.get("num_local_experts", values["num_experts"])  # the newer spelling
-    if "n_shared_experts" in known:  # GLM's fields: these are one MLP
-        shared, first = (
-            integer(0, MAX_LAYERS)(values[name], name)
-            for name in ("n_shared_experts", "first_k_dense_replace")
-        )
-        own["shared_expert_intermediate_size"] = shared * own["moe_intermediate_size"]
-        own["mlp_only_layers"] = [*range(first)]
     own.setdefault("has_shared_gate", "shared_expert_intermediate_size" in known)
     return ExpertsConfig(**own)

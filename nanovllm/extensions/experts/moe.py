@@ -38,11 +38,11 @@ class MixtureOfExperts(nn.Module):
     them there may be an MLP for all tokens, which checkpoints call by another name if it has a gate.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool = False):
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
         super().__init__()
         router = Router if config.n_group is None else SigmoidRouter
-        self.gate = router(hidden_size, config, is_joint)
-        self.experts = Experts(hidden_size, config, is_joint)
+        self.gate = router(hidden_size, config)
+        self.experts = Experts(hidden_size, config)
         self.shared_expert = self.shared_experts = None
         if width := config.shared_expert_intermediate_size:
             name = "shared_expert" if config.has_shared_gate else "shared_experts"
@@ -96,12 +96,12 @@ class Router(ReplicatedLinear):
 
     is_quantisable = False
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
         self.num_experts = config.num_experts
         shards = {None: Shard((self.num_experts, hidden_size))}
         if config.has_shared_gate:
             shards["shared"] = Shard((1, hidden_size))
-        LinearBase.__init__(self, shards, is_joint)
+        LinearBase.__init__(self, shards, config.is_joint)
         self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
     def forward(self, stream: Stream) -> Tensor:
@@ -118,8 +118,8 @@ class Router(ReplicatedLinear):
 class SigmoidRouter(Router):
     """By `SigmoidRule`. Computes in float32, since scores near 1 differ by little."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
-        super().__init__(hidden_size, config, is_joint)
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
+        super().__init__(hidden_size, config)
         bias = torch.zeros(config.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         factors = config.n_group, config.topk_group, config.routed_scaling_factor
@@ -140,9 +140,9 @@ class Experts(nn.Module):
     together two for all, and of joint ones as many biases.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
         super().__init__()
-        self.num_experts, self.is_joint = config.num_experts, is_joint
+        self.num_experts, self.is_joint = config.num_experts, config.is_joint
         self.group = get_group()
         width = config.moe_intermediate_size
         mine = own_part(width)
@@ -152,7 +152,7 @@ class Experts(nn.Module):
                 gates_and_ups[f"{expert}.{name}"] = Shard((width, hidden_size), mine)
             downs[f"{expert}.down_proj"] = Shard((hidden_size, width), columns=mine)
         linear = JointLinear if config.is_stored_together else StackedLinear
-        self.gate_up_proj, self.down_proj = linear(gates_and_ups, is_joint), linear(downs, is_joint)
+        self.gate_up_proj, self.down_proj = linear(gates_and_ups, self.is_joint), linear(downs, self.is_joint)
 
     @property
     def weights(self) -> ExpertWeights:

@@ -119,9 +119,10 @@ def read_any_config(
     """
     known = ", ".join(models)
     names = raw.get("architectures") or []
-    names = [*map(str, names if isinstance(names, list) else [names])]
+    names = names if isinstance(names, list) else [names]
+    raw = raw | {"architectures": names}
     try:
-        found = [models[name] for name in names if name in models]
+        found = [models[name] for name in map(str, names) if name in models]
         if not found and type_decides(names):
             found = [model for model in models.values() if model.model_type == raw.get("model_type")]
         if found and model_impl != "transformers":

@@ -1,7 +1,5 @@
 """The decoder of Qwen3's relatives: the core's, of which parts are replaced as the configuration says."""
 
-from dataclasses import replace
-
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.attention_rule import AttentionRule
 from nanovllm.extensions.models.config import DecoderConfig, Fields
@@ -22,16 +20,16 @@ class Decoder(Qwen3ForCausalLM):
     # files of this model may ask for at all.
     defaults: Fields = {}
     has_qk_norm = True
-    has_qkv_bias_alone = False  # on these projections always, and nowhere else
-    has_joint_experts = False  # see MixtureOfExperts
+    has_output_bias = True  # if queries, keys and values have biases
     mixture_class = MixtureOfExperts
     has_chunks = False  # in place of windows, see AttentionRule
     needs_layer_types = False  # for windows, since without them versions of transformers differ
-
+    # Parts of tensors' names in checkpoints, and what they are called here, where these differ.
+    renamed_parts: dict[str, str] = {}
     gguf: GGUFModel | None = None  # if GGUF files of it can be read
 
     def __init__(self, config: DecoderConfig):
-        super().__init__(replace(config, attention_bias=config.attention_bias or self.has_qkv_bias_alone))
+        super().__init__(config)
         local, local_rope = config.local_rope_parameters, None
         if local != config.rope_parameters:
             local_rope = get_rope(config.head_dim, config.max_model_len, local)
@@ -45,9 +43,9 @@ class Decoder(Qwen3ForCausalLM):
                 attention.rotary_emb = local_rope or attention.rotary_emb
             if not (self.has_qk_norm and config.use_qk_norm):
                 attention.q_norm = attention.k_norm = None
-            if self.has_qkv_bias_alone:
+            if not self.has_output_bias:
                 attention.o_proj.bias = None
             if experts is not None and experts.replaces_mlp(i):
-                layer.mlp = self.mixture_class(hidden_size, experts, self.has_joint_experts)
+                layer.mlp = self.mixture_class(hidden_size, experts)
             elif config.mlp_bias:
                 layer.mlp = Qwen3MLP(hidden_size, config.intermediate_size, bias=True)

@@ -1,13 +1,8 @@
 """EXAONE 3 and 3.5: Llama by other names, in config.json (see config.py) and of tensors."""
 
-import copy
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 from nanovllm.extensions.models.gguf import GGUFModel
 from nanovllm.extensions.models.llama import LlamaForCausalLM
 
-# Parts of a tensor's name, and what Llama calls them.
 NAMES = """
     transformer.wte.            model.embed_tokens.
     transformer.h.              model.layers.
@@ -24,11 +19,5 @@ NAMES = """
 
 class ExaoneForCausalLM(LlamaForCausalLM):
     model_type = "exaone"
+    renamed_parts = dict(map(str.split, NAMES.strip().splitlines()))
     gguf = GGUFModel("exaone", "exaone")
-
-    def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
-        """A checkpoint's tensors by Llama's names."""
-        for tensor in map(copy.copy, tensors):
-            for line in NAMES.strip().splitlines():
-                tensor.name = tensor.name.replace(*line.split())
-            yield tensor

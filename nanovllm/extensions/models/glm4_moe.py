@@ -5,9 +5,10 @@ head is rotated.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nanovllm.extensions.models.decoder import DecoderConfig
-from nanovllm.extensions.models.gguf import IN_GROUPS, GGUFModel
+from nanovllm.checkpoints.model_config import MAX_LAYERS
+from nanovllm.extensions.models.gguf import IN_GROUPS, Fields, GGUFModel
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
+from nanovllm.utils.validation import integer
 
 
 class Glm4MoeForCausalLM(PartlyRotated):
@@ -26,12 +27,21 @@ class Glm4MoeForCausalLM(PartlyRotated):
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
     }
+    has_output_bias = False
     gguf = GGUFModel("glm4moe", "glm4_moe", IN_GROUPS, rotates_part=True)
 
-    def __init__(self, config: DecoderConfig):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.self_attn.o_proj.bias = None  # queries, keys and values alone may have one
+    @staticmethod
+    def read_facts(values: Fields) -> Fields:
+        """The experts that are for all tokens are one MLP."""
+        shared, first = (
+            integer(0, MAX_LAYERS)(values[name], name)
+            for name in ("n_shared_experts", "first_k_dense_replace")
+        )
+        return {
+            "shared_expert_intermediate_size": shared * values["moe_intermediate_size"],
+            "has_shared_gate": False,
+            "mlp_only_layers": [*range(first)],
+        }
 
     def converted(self, tensors: Iterable[Any], known: Any) -> Iterator[Any]:
         """Without the layer behind the last, which predicts one more token."""

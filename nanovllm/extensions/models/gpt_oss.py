@@ -34,7 +34,6 @@ class GptOssForCausalLM(Decoder):
         "rope_scaling": ROPE,
     }
     has_qk_norm = False
-    has_joint_experts = True
     packed_modules_mapping = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
     packed_modules_mapping["router"] = ("gate", None)
     gguf = GGUFModel("gpt-oss", "gpt_oss", EXPERTS, read_gguf)
@@ -42,7 +41,7 @@ class GptOssForCausalLM(Decoder):
     @staticmethod
     def read_facts(values: Fields) -> Fields:
         format = read_object(values, "quantization_config")
-        return {"is_stored_together": format.get("quant_method") != "gguf"}
+        return {"is_joint": True, "is_stored_together": format.get("quant_method") != "gguf"}
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)

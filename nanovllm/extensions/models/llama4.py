@@ -4,10 +4,6 @@ Most layers rotate queries and keys and attend in chunks. The others know no pos
 a token, and sharpen their scores a little as a text grows.
 """
 
-import copy
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,27 +14,19 @@ from nanovllm.extensions.experts.kernels.router import Chosen, SigmoidRule
 from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.models.decoder import DecoderConfig
 from nanovllm.extensions.models.partial_rotation import PartlyRotated
-from nanovllm.extensions.models.rope import FULL, Fields
+from nanovllm.extensions.models.rope import FULL, Fields, rotating_layers
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.context import get_context
-from nanovllm.utils.validation import check, number
+from nanovllm.utils.validation import check, integer, number
 
 CHUNKED = "chunked_attention"
 CHECKS = {
+    "attention_chunk_size": integer(1, MAX_SIZE, None),
     "intermediate_size_mlp": check_size,
     "interleave_moe_layer_step": check_size,
-    "no_rope_layer_interval": check_size,
     "floor_scale": number(1, 1e9),
     "attn_scale": number(0, 1e6),
-}
-# Parts of a tensor's name, and what the core calls them.
-NAMES = {
-    ".feed_forward.": ".mlp.",
-    ".router.": ".gate.",
-    ".shared_expert.": ".shared_experts.",
-    ".experts.gate_up_proj": ".experts.gate_up_proj_weight",  # see JointLinear
-    ".experts.down_proj": ".experts.down_proj_weight",
 }
 
 
@@ -56,8 +44,8 @@ class WithoutPositions(Qwen3Attention):
 class WeightedInputs(MixtureOfExperts):
     """A token is multiplied by the sigmoid of an expert's logit before that expert computes it."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, is_joint: bool):
-        super().__init__(hidden_size, config, is_joint)
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
+        super().__init__(hidden_size, config)
         self.gate.routing = config.num_experts_per_tok, False, SigmoidRule()
 
     def forward(self, stream: Stream, next_norm: RMSNorm) -> Stream:
@@ -79,8 +67,6 @@ class Llama4ForCausalLM(PartlyRotated):
         "rope_theta": 500000.0,
         "use_qk_norm": True,
         "attention_chunk_size": 8192,
-        "no_rope_layers": [],
-        "no_rope_layer_interval": 4,
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "attn_scale": 0.1,
@@ -91,6 +77,13 @@ class Llama4ForCausalLM(PartlyRotated):
     }
     mixture_class = WeightedInputs
     has_chunks = True
+    renamed_parts = {
+        ".feed_forward.": ".mlp.",
+        ".router.": ".gate.",
+        ".shared_expert.": ".shared_experts.",
+        ".experts.gate_up_proj": ".experts.gate_up_proj_weight",  # see JointLinear
+        ".experts.down_proj": ".experts.down_proj_weight",
+    }
 
     @staticmethod
     def read_facts(values: Fields) -> Fields:
@@ -98,13 +91,7 @@ class Llama4ForCausalLM(PartlyRotated):
         for name, check_value in CHECKS.items():
             check_value(values[name], name)
         num_layers, chunk = values["num_hidden_layers"], values["attention_chunk_size"]
-        if chunk is not None:
-            check_size(chunk, "attention_chunk_size")
-        interval, step = values["no_rope_layer_interval"], values["interleave_moe_layer_step"]
-        rotates = values["no_rope_layers"] or [(i + 1) % interval > 0 for i in range(num_layers)]
-        are_all = isinstance(rotates, list) and len(rotates) >= num_layers
-        is_good = are_all and all(each in (0, 1) for each in rotates)
-        check(is_good, "no_rope_layers must have 0 or 1 for each layer", rotates)
+        rotates, step = rotating_layers(values), values["interleave_moe_layer_step"]
         kinds = [CHUNKED if each and chunk else FULL for each in rotates]
         given = values.get("layer_types", kinds)
         check(given == kinds, f"layer_types must be {CHUNKED!r} where layers rotate, else {FULL!r}", given)
@@ -138,10 +125,3 @@ class Llama4ForCausalLM(PartlyRotated):
                 attention.q_norm = attention.k_norm = None
             elif config.use_qk_norm:  # the norms' weights stay 1
                 attention.q_norm.weight.weight_loader = attention.k_norm.weight.weight_loader = None
-
-    def converted(self, tensors: Iterable[Any], _known: Any) -> Iterator[Any]:
-        """A checkpoint's tensors by the core's names."""
-        for tensor in map(copy.copy, tensors):
-            for theirs, ours in NAMES.items():
-                tensor.name = tensor.name.replace(theirs, ours)
-            yield tensor

@@ -106,6 +106,17 @@ def read_rope_parameters(values: Fields, layer_type: str) -> Fields:
     return settings | scale_frequencies(settings, values)
 
 
+def rotating_layers(values: Fields) -> list[int]:
+    """Of each layer, whether it rotates, 0 or 1: from `no_rope_layers`, else all but every n-th do."""
+    num_layers = values["num_hidden_layers"]
+    interval = check_size(values.get("no_rope_layer_interval", 4), "no_rope_layer_interval")
+    rotates = values.get("no_rope_layers") or [(i + 1) % interval > 0 for i in range(num_layers)]
+    are_all = isinstance(rotates, list) and len(rotates) >= num_layers
+    is_good = are_all and all(each in (0, 1) for each in rotates)
+    check(is_good, "no_rope_layers must have 0 or 1 for each layer", rotates)
+    return rotates
+
+
 def context_limit(rope_parameters: Fields, trained: int) -> int:
     """
     How many positions the checkpoint is for. Scaling extends what it was trained on by its factor, which

@@ -68,16 +68,15 @@ KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 def transformers_config(raw: dict[str, Any], check_rope: Callable[..., None] = lambda *settings: None) -> Any:
     """
-    transformers' configuration object. Raises ValueError if it is none of a decoder that it knows.
-    `check_rope` is called with all rotary settings, and those of them that are transformers' own.
+    transformers' configuration object, of fields that have a list of architectures. Raises ValueError if it
+    is none of a decoder that transformers knows. `check_rope` is called with all rotary settings, and those
+    of them that are transformers' own.
     """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = raw.get("model_type")
-    names = raw.get("architectures") or []
-    names = names if isinstance(names, list) else [names]
+    kind, names = raw.get("model_type"), raw["architectures"]
     name = next(iter(names), None)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
     reason = next((why for why, kinds in REFUSED.items() if kind in kinds), "")

@@ -73,7 +73,7 @@ class PlainExperts(Experts):
 
     def __init__(self, experts: Any):
         num_experts, hidden_size, width = experts.down_proj.shape
-        super().__init__(hidden_size, ExpertsConfig(num_experts, 1, width), is_joint=False)
+        super().__init__(hidden_size, ExpertsConfig(num_experts, 1, width))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [tokens, hidden], experts int64 and their weights [tokens, top_k], to [tokens, hidden]."""

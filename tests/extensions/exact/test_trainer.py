@@ -451,7 +451,7 @@ def test_models_that_are_not_known_are_refused():
     "settings, message",
     [
         (dict(attention_dropout=0.1), "attention_dropout must be 0, got 0.1"),
-        (dict(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
+        (dict(hidden_act="gelu"), "LlamaForCausalLM: hidden_act = 'gelu' is not supported, only silu"),
         (
             dict(name="qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1),
             "attention must be without a sliding window, got 8",

@@ -34,8 +34,8 @@ def test_layers_may_have_windows(tmp_path):
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("no_rope_layers", [1], "no_rope_layers must be a list of 2, got"),
-        ("no_rope_layers", 3, "no_rope_layers must be a list of 2, got 3"),
+        ("no_rope_layers", [1], "no_rope_layers must have 0 or 1 for each layer, got"),
+        ("no_rope_layers", 3, "no_rope_layers must have 0 or 1 for each layer, got 3"),
         ("no_rope_layer_interval", 0, "no_rope_layer_interval must be an integer from 1"),
         ("use_sliding_window", True, "use_sliding_window needs layer_types"),
     ],

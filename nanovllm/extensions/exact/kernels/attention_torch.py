@@ -31,20 +31,20 @@ class ExactVariant(AttentionVariant):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Float32. A mask says no more than that the queries are those of a sequence's last tokens."""
-        if mask is None and not is_causal:  # a decode step, which is like a prefill of one token
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
-            return self.attend(q.permute(1, 2, 0, 3), k, v, is_causal=True).permute(2, 0, 1, 3)
-        rows = q.transpose(1, 2)  # [kv_heads, tokens, heads of each, head_dim]
+        is_decode = mask is None and not is_causal  # like a prefill of one token
+        axes = (0, 1) if is_decode else (1, 2)
+        rows = q.transpose(*axes)  # [kv_heads, tokens, heads of each, head_dim]
+        k, v = (x[0] if is_decode else x[:, 0] for x in (k, v))  # [kv_heads, keys, head_dim]
         _, num_queries, num_heads, head_dim = rows.shape
-        num_keys = k.shape[2]
-        keys = _tiles(k[:, 0], KEY_TILE)
+        num_keys = k.shape[1]
+        queries, keys = _tiles(rows.flatten(1, 2), QUERY_TILE), _tiles(k, KEY_TILE)
         # A column of ones adds up the weights.
-        values = _tiles(F.pad(v[:, 0], (0, 1), value=1.0), KEY_TILE)
+        values = _tiles(F.pad(v, (0, 1), value=1.0), KEY_TILE)
         token = torch.arange(keys.shape[1] * KEY_TILE).view(-1, 1, KEY_TILE)
+        row = torch.arange(queries.shape[1] * QUERY_TILE).view(-1, QUERY_TILE)
+        last_keys = row // num_heads + num_keys - num_queries  # that rows see
         results = []
-        for i, query in enumerate(_tiles(rows.flatten(1, 2), QUERY_TILE).unbind(1)):
-            last = torch.arange(i * QUERY_TILE, (i + 1) * QUERY_TILE) // num_heads  # key of each row
-            last += num_keys - num_queries
+        for query, last in zip(queries.unbind(1), last_keys, strict=True):
             num_tiles = cdiv(min(int(last[-1]) + 1, num_keys), KEY_TILE)
             # [kv_heads, tiles, QUERY_TILE, KEY_TILE]
             scores = (query[:, None] @ keys[:, :num_tiles].contiguous().mT).mul_(self.scale * LOG2_E)
@@ -55,7 +55,7 @@ class ExactVariant(AttentionVariant):
             total = functools.reduce(torch.add, (scores @ values[:, :num_tiles]).unbind(1))
             results.append(total[..., :head_dim] / total[..., head_dim : head_dim + 1])
         result = torch.cat(results, dim=1)[:, : num_queries * num_heads]
-        return result.unflatten(1, (num_queries, num_heads)).transpose(1, 2)
+        return result.unflatten(1, (num_queries, num_heads)).transpose(*axes)
 
 
 def _tiles(x: Tensor, size: int) -> Tensor:
