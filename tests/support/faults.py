@@ -44,7 +44,7 @@ METHODS = {
     "scores in the prefix cache": ["max_cached"],
     "model": ["forward", "compute_logits"],
     "engine": ["_launch", "_sample", "_collect"],
-    "stop texts": ["added", "find_stops", "ended"],
+    "stop texts": ["added", "after_step", "ended"],
     "output": ["to_host", "token_ids"],
     "text": ["find_stop"],
     "results": ["make_result"],

@@ -65,39 +65,38 @@ def _add_options(group: Any, options: dict[str, tuple[Callable, str]]) -> None:
         group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
-def _parse_options(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    about_sampling: str,
-    sampling: dict[str, tuple[Callable, str]],
-    temperature: float = 1.0,
-    usual: str = "",
-) -> argparse.Namespace:
-    """
-    Add options to those of a parser, and parse: `sampling` and others for how tokens are drawn, of which help
-    says that SamplingParams' defaults (and this temperature) hold unless there is what is `usual`; and those
-    of `LLM` that have other names. In the result `engine` are the options for `LLM` that are given, and
-    `defaults` those for SamplingParams, checked.
-    """
-    sampling = dict(sampling)
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        value = getattr(SamplingParams(temperature), name)
-        sampling[name] = type(value), f"{_meaning(SamplingParams, name)} (default: {usual}{value})"
-    engine = {name: option for name, option in command_line_options().items() if name not in sampling}
-    _add_options(parser.add_argument_group("sampling", about_sampling), sampling)
-    _add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
-    args = parser.parse_args(argv)
-    args.defaults = {name: getattr(args, name) for name in sampling if name in args}
-    args.engine = {name: getattr(args, name) for name in engine if name in args}
-    SamplingParams(**args.defaults)
-    return args
-
-
 class EngineArgs(Options):
     """The options of `LLM` and their defaults, not checked."""
 
     __init__ = takes_foreign(Options.__init__)
-    parse_options = staticmethod(_parse_options)
+
+    @staticmethod
+    def parse_options(
+        parser: argparse.ArgumentParser,
+        argv: Sequence[str] | None,
+        about_sampling: str,
+        sampling: dict[str, tuple[Callable, str]],
+        temperature: float = 1.0,
+        usual: str = "",
+    ) -> argparse.Namespace:
+        """
+        Add options to those of a parser, and parse: `sampling` and others for how tokens are drawn, of which
+        help says that SamplingParams' defaults (and this temperature) hold unless there is what is `usual`;
+        and those of `LLM` that have other names. In the result `engine` are the options for `LLM` that are
+        given, and `defaults` those for SamplingParams, checked.
+        """
+        sampling = dict(sampling)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = getattr(SamplingParams(temperature), name)
+            sampling[name] = type(value), f"{_meaning(SamplingParams, name)} (default: {usual}{value})"
+        engine = {name: option for name, option in command_line_options().items() if name not in sampling}
+        _add_options(parser.add_argument_group("sampling", about_sampling), sampling)
+        _add_options(parser.add_argument_group("engine", "the options of LLM (docs/options.md)"), engine)
+        args = parser.parse_args(argv)
+        args.defaults = {name: getattr(args, name) for name in sampling if name in args}
+        args.engine = {name: getattr(args, name) for name in engine if name in args}
+        SamplingParams(**args.defaults)
+        return args
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:

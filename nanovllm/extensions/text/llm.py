@@ -258,10 +258,9 @@ class TextLLM(LLMEngine):
         """The text of token ids."""
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer")
-        check(isinstance(token_ids, (list, tuple)), "token_ids must be a list of token ids", token_ids)
         check_bool(skip_special_tokens, "skip_special_tokens")
         vocab_size = max(self.prompts.vocab_size, len(self.tokenizer))  # either may have more
-        token_ids = as_token_ids(token_ids, vocab_size, "token_ids: token ids")
+        token_ids = as_token_ids(token_ids, vocab_size, "token_ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def add_request(self, prompt: Prompt, sampling_params: Params = None) -> int:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.extensions.text.detokenizer import Detokenizer, vocabulary_of
-from nanovllm.sampling_params import MAX_LOGPROBS
 
-PLACES = range(1, MAX_LOGPROBS + 1)
 # Of completions that a stop text has ended.
 _cut_texts: weakref.WeakKeyDictionary[Sequence, str] = weakref.WeakKeyDictionary()
 
@@ -126,7 +124,7 @@ def _describe(tokenizer: Any, token_ids: list[int], found: list[Any], count: int
         if count:  # tokens that could not be drawn are left out
             top_ids = top_ids[:count]
             drawable = itertools.takewhile(math.isfinite, top_logprobs)
-            top = map(make, zip(drawable, PLACES, map(text_of, top_ids), strict=False))
+            top = map(make, zip(drawable, itertools.count(1), map(text_of, top_ids), strict=False))
             entries = dict(zip(top_ids, top, strict=False))
         entries[token_id] = make((logprob, rank, text_of(token_id)))
         described.append(entries)

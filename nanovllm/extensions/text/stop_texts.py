@@ -8,8 +8,6 @@ from nanovllm.extensions.text.results import GrowingText
 
 
 class StopTexts(Observer):
-    """Steps call it only while a request has stop texts."""
-
     def __init__(self) -> None:
         self.texts: dict[Sequence, GrowingText] = {}  # of those that have stop texts
 
@@ -20,18 +18,16 @@ class StopTexts(Observer):
         for seq in sequences:
             if seq.request.params.stop:
                 self.texts[seq] = GrowingText(self.engine.tokenizer, seq)
-                self.after_step = self.find_stops
 
-    def find_stops(self, step: Any) -> None:
+    def after_step(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
         if not self.texts:
-            del self.after_step
             return
         for seq in step.drawing:
-            if seq not in self.texts:
+            if (text := self.texts.get(seq)) is None:
                 continue
             try:
-                if (stop := self.texts[seq].find_stop()) is not None:
+                if (stop := text.find_stop()) is not None:
                     self.engine.end(seq, "stop", stop)
             except Exception as error:
                 error.sequence = seq
