@@ -941,10 +941,7 @@ MUTATIONS = [
         ("inputs, stream.pending_add = (pending_add, stream.x), None", "inputs = pending_add, stream.x"),
         ("silu_and_mul(Unscaled.of(self.product).scaled()", "silu_and_mul(Unscaled.of(self.product).values"),
         ("leave_scales=gated)", "leave_scales=True)"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/quantised/fp8",
-        ("if layer.hidden_size is None or not can_use_fp8", "if True or not can_use_fp8"),
+        ("if layer.hidden_size is not None and can_use_fp8", "if False and can_use_fp8"),
     ),
     *mutations_of(
         "nanovllm/extensions/products/products",
@@ -962,7 +959,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/bitsandbytes",
-        ("is_high_first=True", "is_high_first=False"),
+        ("order=[1, 0]", "order=[0, 1]"),
         ("torch.uint8, ORDER, NF4", "torch.uint8, None, NF4"),
         ("shard.rows.start * inputs // 2 : shard", "0 : shard"),
         ("columns=shard.columns)", "columns=slice(0, shard.size[1]))"),
@@ -971,6 +968,7 @@ MUTATIONS = [
         ("check(torch.equal(loaded[...], TABLE)", "check(True"),
         ("choose(state, field, [value], value)", "pass"),
         ("inputs % GROUP == 0", "True"),
+        ("lambda largest: largest / 127", "lambda largest: largest"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/nf4",
@@ -982,18 +980,19 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp4",
-        ("torch.mul if self.source == MODELOPT else", "torch.mul if True else"),
+        ("torch.mul if self.source is MODELOPT_NVFP4 else", "torch.mul if True else"),
         ("        self.factors.fill_(1)\n", ""),
         ("torch.tensor(FP4_CODES).argsort()", "torch.tensor(FP4_CODES)"),
-        ("(scales - 127).exp2()", "(scales - 126).exp2()"),
         ("self.factors[shard.place] = factor", "self.factors[:] = factor"),
         ("0 < factor < torch.inf", "0 <= factor"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/scaled",
-        ("low, high = codes & 15, codes >> 4", "high, low = codes & 15, codes >> 4"),
+        ("(codes & 15, codes >> 4)", "(codes >> 4, codes & 15)"),
         ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
         ("(table[1:] + table[:-1]) / 2", "table[1:]"),
+        (' k_scale v_scale"', '"'),
+        ("elif self.source.has_flat_scales:", "else:"),
         ("stored_tile[1], self.finest_group,", "stored_tile[1],"),
     ),
     *mutations_of(
@@ -1125,8 +1124,6 @@ MUTATIONS = [
         ('name.replace(".", r"\\.").replace', "name.replace"),
         ("return name[3:]", "return name"),
         ('"FP8_PER_CHANNEL_PER_TOKEN": (1, 0)', '"FP8_PER_CHANNEL_PER_TOKEN": ONE_TILE'),
-        (', "k_scale", "v_scale"', ""),
-        ("self.has_flat_scales = source == MODELOPT", "self.has_flat_scales = True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/untrusted",
@@ -1135,7 +1132,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/integers",
-        ("stored / self.highest if", "stored if"),
         ("                zeros = zeros & 15\n", "                pass\n"),
         (
             "            if self.bits == 4:\n                zeros",
@@ -1381,6 +1377,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/compressed_tensors",
         ("for name in sorted(names) if", "for name in sorted(names, reverse=True) if"),
         ("formats.get(find_target(name) or CLASS)", "formats.get(CLASS)"),
+        ("exponents.float() - 127", "exponents.float() - 126"),
     ),
     *mutations_of("nanovllm/extensions/quantised/integers", (" or self.stored_tile == ONE_TILE", "")),
     *mutations_of(
