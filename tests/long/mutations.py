@@ -931,14 +931,20 @@ MUTATIONS = [
         ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
         ("value *= tl.load(row_scales + row) * column_scale", "value *= column_scale"),
         ("for part in tl.static_range(1, PARTS)", "for part in tl.static_range(2, PARTS)"),
-        ("values.sum(1) if is_sum else values", "values[:, 0] if is_sum else values"),
+        ("rows.sum(1) if rows.dim() == 3", "rows[:, 0] if rows.dim() == 3"),
         ("leave_scales and bias is None and not", "leave_scales and not"),
         ("return Unscaled(y, x.scales, weight.scales[:, 0])", "return y"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/products",
-        ("(pending_add, stream.x), None", "(pending_add, None), None"),
-        ("inputs, stream.pending_add = (pending_add, stream.x), None", "inputs = pending_add, stream.x"),
+        (
+            "x, residual, stream.pending_add = pending_add, stream.x, None",
+            "x, stream.pending_add = pending_add, None",
+        ),
+        (
+            "x, residual, stream.pending_add = pending_add, stream.x, None",
+            "x, residual = pending_add, stream.x",
+        ),
         ("silu_and_mul(Unscaled.of(self.product).scaled()", "silu_and_mul(Unscaled.of(self.product).values"),
         ("leave_scales=gated)", "leave_scales=True)"),
         ("if layer.hidden_size is not None and can_use_fp8", "if False and can_use_fp8"),

@@ -17,10 +17,9 @@ from torch import Tensor
 from nanovllm.extensions.quantised.kernels.fp8_linear import (
     QuantisedRows,
     Unscaled,
-    activate_and_permute,
-    add_rms_norm_quantise,
     can_use_fp8,
     fp8_linear,
+    prepare_rows,
     quantise,
 )
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
@@ -67,11 +66,11 @@ def _normalise(
     stream: Stream, scale_group: int | None, keep: bool, per_byte: int = 0
 ) -> QuantisedRows | None:
     """The addition if there is one, the norm, and unless scale_group is None its codes, by one kernel."""
-    inputs, pending_add = (stream.x, None), getattr(stream, "pending_add", None)
-    if pending_add is not None:
-        inputs, stream.pending_add = (pending_add, stream.x), None
-    norm = stream.norm.weight, stream.norm.eps
-    rows, stream.x, stream.normed = add_rms_norm_quantise(*inputs, *norm, scale_group, keep, per_byte)
+    x, residual = stream.x, None
+    if (pending_add := getattr(stream, "pending_add", None)) is not None:
+        x, residual, stream.pending_add = pending_add, stream.x, None
+    norm = dict(residual=residual, weight=stream.norm.weight, eps=stream.norm.eps)
+    rows, stream.x, stream.normed = prepare_rows(x, scale_group, keep, per_byte, **norm)
     return rows
 
 
@@ -150,7 +149,7 @@ class CodesProduct(PreparedProduct):
 
     def prepared(self, x: Any) -> Tensor:
         if isinstance(x, Gates):
-            return activate_and_permute(x.product, self.weight.codes_per_byte)
+            return prepare_rows(x.product, None, True, self.weight.codes_per_byte, gated=True)[2]
         return permute_k(activated(x), self.weight.codes_per_byte)
 
     def normed(self, stream: Stream) -> Tensor:
