@@ -881,6 +881,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/kernels/quantised_weight",
         ("low | high << 4", "high | low << 4"),
         ("largest=scales.amax(1)", "largest=scales.amin(1)"),
+        ("found.append(rest & (1 << bits) - 1)", "found.insert(0, rest & (1 << bits) - 1)"),
         (
             ".unflatten(0, (-1, BRICK_ROWS)).transpose(1, 2)",
             ".unflatten(0, (-1, BRICK_ROWS)).flip(2).transpose(1, 2)",
@@ -994,7 +995,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/scaled",
-        ("(codes & 15, codes >> 4)", "(codes >> 4, codes & 15)"),
+        ("unpack(codes, 4, 1)", "unpack(codes)"),
         ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
         ("(table[1:] + table[:-1]) / 2", "table[1:]"),
         (' k_scale v_scale"', '"'),
@@ -1147,9 +1148,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/gguf_blocks",
         ("integers.sub_(self.middle) if", "integers.sub_(self.middle - 1) if"),
-        ("fields(end, 4, 4) | tops << 4", "fields(end, 4, 4).roll(4, -1) | tops << 4"),
+        ("unpack(end, 4, 4) | tops << 4", "unpack(end, 4, 4).roll(4, -1) | tops << 4"),
         ("            floats[..., 1:, :].neg_()", "            pass"),
-        ("found.append(rest & (1 << bits) - 1)", "found.insert(0, rest & (1 << bits) - 1)"),
         ("(floats.shape[-2], -1))", "(floats.shape[-2], -1)).flip(-2)"),
         ("PackedIntegers(PAIRS, (1, 32), 4)", "PackedIntegers(PAIRS, (1, 32), 0)"),
         ("PackedIntegers((4, 1), (2, 1), 32)", "PackedIntegers((4, 1), (2, 2), 32)"),

@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     in_bricks,
     unpack,
 )
-from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, ScaledWeight, Source, nearest
+from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight, Source, nearest
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
@@ -109,11 +109,6 @@ class Mxfp4(ScaledWeight):
         if (loaded > LARGEST_SCALE).any():
             raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
         self._load_grid(self.scales.view(torch.uint8), loaded, shard)
-
-    def choose_scales(self, tiles: Tensor) -> Tensor:
-        """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
-        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
-        return torch.exp2(largest.log2().floor() - 2)
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, Mxfp4
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise, unpack
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
 from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
@@ -255,7 +255,7 @@ class PackedCodes:
 
     def groups(self) -> Groups:
         """Codes int8 [outputs, groups, inputs], their scales and offsets, if these can be read."""
-        codes = unpack(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
+        codes = codes_in(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
         scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
         if self.digits == 1:
             return Groups((codes - 8).view(torch.int8), scales, zeros)
@@ -265,7 +265,7 @@ class PackedCodes:
         return torch.cat([columns.t() for columns in self._columns()])
 
     def _blocks(self) -> Tensor:
-        """The packed codes by LANES outputs, as `unpack` takes them."""
+        """The packed codes by LANES outputs, as `codes_in` takes them."""
         num_groups = len(self.scales_and_zeros)
         return self.packed.view(-1, num_groups, self.digits, self.group, LANES // 2)
 
@@ -275,28 +275,28 @@ class PackedCodes:
         pieces = self._blocks().split(step)
         pairs = self.scales_and_zeros.split(step * LANES, 1)
         for packed, numbers in zip(pieces, pairs, strict=True):
-            codes = unpack(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+            codes = codes_in(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
             codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
             scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
             weights = torch.addcmul(zeros * TIMES[self.digits], codes, scales)
             yield weights.flatten(0, 1)
 
 
-def unpack(packed: Tensor) -> Tensor:
+def codes_in(packed: Tensor) -> Tensor:
     """
     The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
     outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
     """
-    digits = torch.cat((packed & 15, packed >> 4), dim=-1).unbind(2)
+    digits = unpack(packed, 4, LANES // 2).unbind(2)
     return digits[0] if len(digits) == 1 else digits[0] << 4 | digits[1]
 
 
 @functools.cache
 def is_readable() -> bool:
-    """Whether `unpack` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
+    """Whether `codes_in` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
     codes = torch.arange(2 * LANES * BLOCK, dtype=torch.int32).view(2 * LANES, BLOCK) % 13
     pairs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    found = unpack(pairs.view(2, 1, 1, BLOCK, LANES // 2))
+    found = codes_in(pairs.view(2, 1, 1, BLOCK, LANES // 2))
     return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 

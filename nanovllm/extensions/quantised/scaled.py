@@ -23,6 +23,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise,
     dequantise_torch,
     pack,
+    unpack,
 )
 from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.kernels.runtime import cdiv, use_triton
@@ -192,7 +193,7 @@ class ScaledWeight(Weight):
         # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
         codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+            codes = unpack(codes, 4, 1)
         else:
             codes = (codes ^ SIGN).view(torch.int8)
         codes = codes.unflatten(1, (-1, size))[:, :, self.source.order].flatten(1)

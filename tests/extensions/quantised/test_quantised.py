@@ -95,7 +95,7 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
 def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
     """What a thread reads at once has one scale, or one for each half (fp4), and lies inside the row."""
     weight = make_weight(name, (40, 12 * unit), "cpu")
-    piece = 32 if weight.is_int4 else 16
+    piece = 16 * weight.codes_per_byte
     of_rows = {} if weight.table == FP4_TABLE else {"tile": (1, 0), "scales": torch.ones(40, 1)}
     for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
         tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))

@@ -88,7 +88,7 @@ def matvec_sizes(
     inputs = PIECE_BYTES * weight.codes_per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
     num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = max(HEIGHT // (rows if weight.is_int4 else 2 * rows), least_height)
+    height = max(HEIGHT * weight.codes_per_byte // (2 * rows), least_height)
     tiles = cdiv(out_features, height)
     most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles

@@ -63,13 +63,8 @@ class QuantisedWeight(NamedTuple):
         return self.codes.dtype == torch.float8_e4m3fn
 
     @property
-    def is_int4(self) -> bool:
-        """Whether a byte is two codes."""
-        return self.codes.dtype == torch.uint8
-
-    @property
     def codes_per_byte(self) -> int:
-        return 1 + self.is_int4
+        return 2 if self.codes.dtype == torch.uint8 else 1
 
     @property
     def group(self) -> int:
@@ -101,13 +96,13 @@ class QuantisedWeight(NamedTuple):
 
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
-        unit = BLOCK if self.is_int4 else PIECE_BYTES
+        unit = PIECE_BYTES * self.codes_per_byte
         has_whole_groups = self.group == HALF if self.table == FP4_TABLE else self.group % unit == 0
         return self.shape[1] % unit == 0 and has_whole_groups
 
     def codes_of(self, rows: slice) -> Tensor:
         """These rows' codes, [rows, in]; numbers if they are in floating point."""
-        if not self.is_int4:
+        if self.codes_per_byte == 1:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
         if not self.is_mxfp4 and not self.table:
@@ -115,10 +110,18 @@ class QuantisedWeight(NamedTuple):
         return torch.tensor(TABLES.get(self.table, E2M1), device=codes.device)[codes.int()]
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """uint8 [rows, bytes] -> uint8 [rows, 2 * bytes], codes of 4 bits."""
-    halves = packed.unflatten(-1, (-1, HALF))
-    return torch.cat((halves & 15, halves >> 4), dim=-1).flatten(-2)
+def unpack(packed: Tensor, bits: int = 4, run: int = HALF) -> Tensor:
+    """
+    Bytes [..., n] to their fields of so many bits, of every `run` of them first the lowest ones: unless it
+    says otherwise, to codes of 4 bits.
+    """
+    if bits == 8:
+        return packed
+    rest, found = packed.unflatten(-1, (-1, run)), []
+    for _ in range(bits, 8, bits):
+        found.append(rest & (1 << bits) - 1)
+        rest = rest >> bits
+    return torch.stack([*found, rest], dim=-2).flatten(-3)
 
 
 def pack(codes: Tensor) -> Tensor:
