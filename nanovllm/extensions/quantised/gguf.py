@@ -34,8 +34,7 @@ from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 BITS = {kind: type_.bits for kind, type_ in TYPES.items()}  # of a code, by the types that stay packed
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
-# By digits: what codes have added, and how often a zero is added.
-MIDDLES, TIMES = {1: 8, 2: 8 * 16 + 8}, {1: 1, 2: 16 + 1}
+TIMES = {1: 1, 2: 16 + 1}  # by digits, how often a zero is added, and the 8 that the product takes off
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
 MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
@@ -153,10 +152,11 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
     adapter changes stays apart.
     """
 
-    def facts(tensor: Any, shard: Shard) -> tuple:
+    def facts(matrix: tuple[Any, Shard]) -> tuple:
+        tensor, shard = matrix
         return getattr(tensor, "quantisation", None), shard.size, shard.columns
 
-    for (type_, size, columns), members in groupby(matrices, lambda each: facts(*each)):
+    for (type_, size, columns), members in groupby(matrices, facts):
         members = [*members]
         if type_ is None:
             yield from members
@@ -276,7 +276,7 @@ class PackedCodes:
         pairs = self.scales_and_zeros.split(step * LANES, 1)
         for packed, numbers in zip(pieces, pairs, strict=True):
             codes = codes_in(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
-            codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
+            codes = codes.to(torch.bfloat16).sub_(8 * TIMES[self.digits])
             scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
             weights = torch.addcmul(zeros * TIMES[self.digits], codes, scales)
             yield weights.flatten(0, 1)

@@ -115,6 +115,7 @@ class Integers(ScaledWeight):
         self.order.data.copy_(self._found_order)
         for rows in self.pieces(self.shape[0]):
             self.set_codes(rows, self.quantised.codes_of(rows)[:, self.order])
+        self._found_order = None  # so that codes stay in order when another weight is loaded again
 
 
 class Int8(Integers):

@@ -180,9 +180,7 @@ def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
 
 
 @triton.jit
-def _store_quantised(
-    value, row, codes, scales, padded_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
+def _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP):
     """Store a row, float32 [BLOCK], which is 0 beyond WIDTH."""
     if GROUP == 0:
         scale = tl.maximum(tl.max(tl.abs(value)) / LARGEST_CODE, SMALLEST_SCALE)

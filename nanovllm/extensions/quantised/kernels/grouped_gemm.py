@@ -209,7 +209,7 @@ def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN):
 
 
 @triton.jit
-def activate(gate, up, CLAMPED: tl.constexpr):
+def activate(gate, up, CLAMPED):
     if CLAMPED:
         gate = tl.minimum(gate, LIMIT_OF_KERNELS)
         up = tl.minimum(tl.maximum(up, -LIMIT_OF_KERNELS), LIMIT_OF_KERNELS)

@@ -164,7 +164,7 @@ def _quantised_matvec_kernel(
 
 
 @triton.jit
-def _out_feature(place, width, PARTS: tl.constexpr):
+def _out_feature(place, width, PARTS):
     """Gates and ups in turn."""
     return place % PARTS * width + place // PARTS
 
@@ -172,19 +172,20 @@ def _out_feature(place, width, PARTS: tl.constexpr):
 @triton.jit
 def _load_tile(
     weight, tile, out_features,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    PIECES: tl.constexpr,
+    KIND,
+    GROUP,
+    TILE_ROWS,
+    IN_FEATURES,
+    PARTS,
+    HEIGHT,
+    PIECES,
 ):  # fmt: skip
     """
     HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
     [PIECES or 1, HEIGHT, 1].
     """
     words, scales, zeros, offsets = weight
+    shifts = offsets if zeros is None else zeros  # a weight never has both
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     place = tile * HEIGHT + tl.arange(0, HEIGHT)
     out_feature = _out_feature(place, out_features // PARTS, PARTS)[None, :, None]
@@ -200,8 +201,6 @@ def _load_tile(
         is_real = is_there
     scale = masked_load(scales + place, is_real)
     zero = scale
-    if zeros is not None:
-        zero = masked_load(zeros + place, is_real)
-    if offsets is not None:
-        zero = masked_load(offsets + place, is_real)
+    if shifts is not None:
+        zero = masked_load(shifts + place, is_real)
     return found, scale, zero

@@ -183,7 +183,7 @@ def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
 
 
 @triton.jit
-def input_of(byte, KIND: tl.constexpr):
+def input_of(byte, KIND):
     """The input that meets a byte's code, or its low half; the high half's is 16 behind."""
     if KIND < INT4:
         return byte
@@ -191,7 +191,7 @@ def input_of(byte, KIND: tl.constexpr):
 
 
 @triton.jit
-def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
+def code_to_float(words, shift, KIND):
     """One of the codes in each word, by arithmetic. Floating point is moved to where float16 has its bits."""
     code = words >> shift
     if KIND == INT8:
@@ -208,7 +208,7 @@ def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def codes_to_bf16(codes, KIND: tl.constexpr):
+def codes_to_bf16(codes, KIND):
     """uint8 [..., n], codes of 8 bits -> bfloat16 of this shape, which is exact; float32 if interpreted."""
     if IS_INTERPRETED:
         return code_to_float(codes.to(tl.int32), 0, KIND)
