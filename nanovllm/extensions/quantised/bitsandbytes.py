@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from nanovllm.extensions.quantised.integers import Int8
-from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE, TABLES
+from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
+from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE
 from nanovllm.extensions.quantised.scaled import ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
@@ -22,7 +23,7 @@ from nanovllm.utils.validation import check, is_number
 GROUP = 64  # weights that share a scale
 NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
-TABLE, ORDER = torch.tensor(TABLES[NF4_TABLE]).sort()  # bitsandbytes' codes have the order of their numbers
+TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
 
 NAMES = {
     "weight": "halves",

@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FP4_CODES
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_CODES
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     FP4_TABLE,
     HALF,
-    QuantisedWeight,
     in_bricks,
     unpack,
 )
-from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight, Source, nearest
+from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
@@ -79,16 +78,11 @@ class Mxfp4(ScaledWeight):
 
     code_dtype, scale_dtype, product_dtype = torch.uint8, torch.float8_e8m0fnu, torch.float32
     highest = 6.0
-    largest: Tensor | None = None
 
     def __init__(self, shards: dict[Any, Shard], source: Source):
         super().__init__(shards, (1, MXFP4_GROUP), source)
         # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
-
-    @property
-    def quantised(self) -> QuantisedWeight:
-        return super().quantised._replace(largest=self.largest)
 
     def finish(self) -> None:
         weight, properties = self.quantised, gpu_properties(self.weight.device)
@@ -109,10 +103,6 @@ class Mxfp4(ScaledWeight):
         if (loaded > LARGEST_SCALE).any():
             raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
         self._load_grid(self.scales.view(torch.uint8), loaded, shard)
-
-    def round(self, values: Tensor) -> Tensor:
-        """To codes, not numbers."""
-        return nearest(values, E2M1)
 
     def load_blocks_of_gguf(self, loaded: Any, shard: Shard) -> None:
         """Blocks of a scale and the codes of 32 inputs, the first 16 in the low halves of bytes."""

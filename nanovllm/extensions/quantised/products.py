@@ -74,15 +74,6 @@ def _normalise(
     return rows
 
 
-def permuted_rows(stream: Stream, per_byte: int) -> Tensor:
-    """norm(x) with its columns permuted for a weight that has so many codes in a byte."""
-    if not _can_normalise(stream):
-        return permute_k(stream.normalised(), per_byte)
-    _normalise(stream, None, True, per_byte)
-    rows, stream.normed = stream.normed, None  # for others it would be in the wrong order
-    return rows
-
-
 def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> QuantisedRows:
     """
     norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
@@ -153,7 +144,12 @@ class CodesProduct(PreparedProduct):
         return permute_k(activated(x), self.weight.codes_per_byte)
 
     def normed(self, stream: Stream) -> Tensor:
-        return permuted_rows(stream, self.weight.codes_per_byte)
+        per_byte = self.weight.codes_per_byte
+        if not _can_normalise(stream):
+            return permute_k(stream.normalised(), per_byte)
+        _normalise(stream, None, True, per_byte)
+        rows, stream.normed = stream.normed, None  # for others it would be in the wrong order
+        return rows
 
     def multiply_rows(self, rows: Tensor, bias: Tensor | None, leave_scales: bool) -> Tensor:
         return linear_codes(rows, self.weight, bias)

@@ -18,7 +18,7 @@ from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     HALF,
-    TABLES,
+    NUMBERS_OF_CODES,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -89,7 +89,7 @@ class ScaledWeight(Weight):
     highest: float
     make_gemv = None  # see `fast_products`
     zero_point = 0  # where there are no `zeros`
-    table = 0  # see `QuantisedWeight`
+    table, largest = 0, None  # see `QuantisedWeight`
     kept_codes: Tensor | None = None  # what is kept for each code of a checkpoint, if not itself
     finest_group = 0  # inputs that kernels want a scale for, if checkpoints have one for more
     optional = OPTIONAL
@@ -137,6 +137,7 @@ class ScaledWeight(Weight):
             self.zero_point,
             product_dtype=self.product_dtype or self.scales.dtype,
             table=self.table,
+            largest=self.largest,
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -293,8 +294,8 @@ class ScaledWeight(Weight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes."""
-        if self.table:
-            return nearest(values, TABLES[self.table])
+        if numbers := NUMBERS_OF_CODES.get(self.quantised.kind):
+            return nearest(values, numbers)
         if not self.code_dtype.is_floating_point:
             values.round_()
         return values.clamp_(self.lowest, self.highest)

@@ -22,7 +22,7 @@ from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4_TABLE,
     NF4_TABLE,
-    TABLES,
+    NUMBERS_OF_CODES,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -81,7 +81,7 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
     grids = [each for each in (weight.zeros, weight.scales, weight.offsets) if each is not None]
     spread = {id(grid): grid[rows][:, columns].double() for grid in grids}
     codes = unpack(weight.codes) if weight.codes.dtype == torch.uint8 else weight.codes
-    codes = torch.tensor(TABLES[weight.table])[codes.int()] if weight.table else codes
+    codes = torch.tensor(NUMBERS_OF_CODES[weight.table])[codes.int()] if weight.table else codes
     zeros = weight.zero_point if weight.zeros is None else spread[id(weight.zeros)]
     expected = (codes.double() - zeros) * spread[id(weight.scales)]
     expected += 0 if weight.offsets is None else spread[id(weight.offsets)]
@@ -164,7 +164,7 @@ def run(assembly: str, word: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("assembly, dtype", [(nf4.TO_BF16, torch.bfloat16), (nf4.TO_F16, torch.float16)])
-@pytest.mark.parametrize("table, expected", [*enumerate(TABLES.values())])
+@pytest.mark.parametrize("table, expected", [(0, nf4.NUMBERS), (1, nf4.FP4_NUMBERS)])
 def test_the_instructions_that_look_numbers_up_find_these(assembly, dtype, table, expected):
     expected = torch.tensor(expected).to(dtype)
     for low in range(16):

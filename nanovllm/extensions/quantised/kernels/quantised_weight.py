@@ -27,7 +27,7 @@ BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inpu
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 NF4_TABLE, FP4_TABLE = 4, 5
 FP8, INT8, INT4, MXFP4, NF4, FP4 = map(tl.constexpr, range(FP4_TABLE + 1))
-TABLES = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
+NUMBERS_OF_CODES = {3: E2M1, NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}  # by kind
 
 
 class QuantisedWeight(NamedTuple):
@@ -105,9 +105,8 @@ class QuantisedWeight(NamedTuple):
         if self.codes_per_byte == 1:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
-        if not self.is_mxfp4 and not self.table:
-            return codes
-        return torch.tensor(TABLES.get(self.table, E2M1), device=codes.device)[codes.int()]
+        numbers = NUMBERS_OF_CODES.get(self.kind)
+        return codes if numbers is None else torch.tensor(numbers, device=codes.device)[codes.int()]
 
 
 def unpack(packed: Tensor, bits: int = 4, run: int = HALF) -> Tensor:
