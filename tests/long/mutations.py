@@ -916,7 +916,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
-        ("out_feature = _out_feature(place, out_features // PARTS, PARTS)", "out_feature = place"),
+        ("out_feature = row_in_turn(place, out_features // PARTS, PARTS)", "out_feature = place"),
         ("8, 9 if weight.is_fp8 else 0", "8, 0"),
     ),
     *mutations_of(
@@ -998,7 +998,7 @@ MUTATIONS = [
         ("unpack(codes, 4, 1)", "unpack(codes)"),
         ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
         ("(table[1:] + table[:-1]) / 2", "table[1:]"),
-        (' k_scale v_scale"', '"'),
+        (', "k_scale", "v_scale"', ""),
         ("elif self.source.has_flat_scales:", "else:"),
         ("stored_tile[1], self.finest_group,", "stored_tile[1],"),
     ),

@@ -36,8 +36,8 @@ SMALLEST = 1e-7  # scale: tiles of zeros must not have 0, in float16 either
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
 SIGN = 0x80
 # What checkpoints say of activations, of keys and of values is not needed.
-IGNORED = "input_scale input_zero_point input_global_scale activation_scale output_scale k_scale v_scale"
-IGNORED = dict.fromkeys(IGNORED.split(), "ignored")
+IGNORED = dict.fromkeys(["input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"], "ignored")
+IGNORED |= dict.fromkeys(["input_zero_point", "input_global_scale"], "ignored")
 OPTIONAL = {"ignored", "shape", "no_bias", "row_order"}  # among `Source.tensors`
 
 

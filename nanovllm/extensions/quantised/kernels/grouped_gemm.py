@@ -167,6 +167,12 @@ def find_tile(operands, tokens, SIZES, OVERLAP):
 
 
 @triton.jit
+def row_in_turn(line, width, PARTS):
+    """The row that stands at a line when gates and ups, so many of either, are taken in turn."""
+    return line % PARTS * width + line // PARTS
+
+
+@triton.jit
 def rows_in_turn(first, block, SIZES):
     """
     The rows of a block, counted from `first`, and whether they exist: gates and ups in turn, so that the two

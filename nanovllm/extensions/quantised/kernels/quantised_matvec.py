@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_gemm import row_in_turn
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
@@ -146,7 +147,7 @@ def _quantised_matvec_kernel(
         column = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)  # of the result
         valid = (column < width)[:, None]
         if bias is not None:
-            added = masked_load(bias + _out_feature(place, width, PARTS), place < out_features).to(tl.float32)
+            added = masked_load(bias + row_in_turn(place, width, PARTS), place < out_features).to(tl.float32)
         if residual is not None:
             address = residual + ((row * residual_stride)[None, :] + column[:, None])
             its_residual = masked_load(address, valid).to(tl.float32)
@@ -161,12 +162,6 @@ def _quantised_matvec_kernel(
             acc += its_residual
         tl.store(out + row[None, :] * width + column[:, None], acc, mask=valid)
         tile = next_tile
-
-
-@triton.jit
-def _out_feature(place, width, PARTS):
-    """Gates and ups in turn."""
-    return place % PARTS * width + place // PARTS
 
 
 @triton.jit
@@ -188,7 +183,7 @@ def _load_tile(
     shifts = offsets if zeros is None else zeros  # a weight never has both
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     place = tile * HEIGHT + tl.arange(0, HEIGHT)
-    out_feature = _out_feature(place, out_features // PARTS, PARTS)[None, :, None]
+    out_feature = row_in_turn(place, out_features // PARTS, PARTS)[None, :, None]
     piece = tl.arange(0, PIECES)[:, None, None]
     is_real = (place < out_features)[None, :, None]
     is_there = is_real & (piece < IN_FEATURES // INPUTS)
