@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.extensions.quantised.integers import Int8
+from nanovllm.extensions.quantised.integers import Int8, Integers
 from nanovllm.extensions.quantised.kernels.nf4 import NUMBERS
 from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE
 from nanovllm.extensions.quantised.scaled import ScaledWeight, Source
@@ -24,25 +24,6 @@ GROUP = 64  # weights that share a scale
 NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
 TABLE, ORDER = torch.tensor(NUMBERS).sort()  # bitsandbytes' codes have the order of their numbers
-
-NAMES = {
-    "weight": "halves",
-    "weight.absmax": "scales",
-    "weight.quant_map": "table",
-    "weight.quant_state.bitsandbytes__nf4": "state",
-}
-NESTED_NAMES = {f"weight.{name}": name for name in ("absmax", "nested_absmax", "nested_quant_map")}
-# The first code of a byte is in its high half.
-PLAIN_NF4 = Source(
-    "nf4", NAMES, torch.uint8, order=[1, 0], scale_dtypes={torch.float32}, has_flat_scales=True
-)
-NESTED_NF4 = PLAIN_NF4._replace(name="nested nf4", tensors=NAMES | NESTED_NAMES)
-INT8 = PLAIN_NF4._replace(
-    name="bitsandbytes",
-    tensors={"weight": "codes", "SCB": "scales", "weight_format": "row_order"},
-    word=None,
-    scales_of=lambda largest: largest / 127,  # a row's largest number is stored, for which 127 stands
-)
 
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
@@ -115,3 +96,31 @@ class NF4(ScaledWeight):
     def load_table(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, (len(TABLE),), {torch.float32})
         check(torch.equal(loaded[...], TABLE), "must be the table of nf4", loaded[...])
+
+
+NAMES = {
+    "weight": NF4.load_halves,
+    "weight.absmax": ScaledWeight.load_scales,
+    "weight.quant_map": NF4.load_table,
+    "weight.quant_state.bitsandbytes__nf4": NF4.load_state,
+}
+NESTED_NAMES = {
+    "weight.absmax": NF4.load_absmax,
+    "weight.nested_absmax": NF4.load_nested_absmax,
+    "weight.nested_quant_map": NF4.load_nested_quant_map,
+}
+# The first code of a byte is in its high half.
+PLAIN_NF4 = Source(
+    "nf4", NAMES, torch.uint8, order=[1, 0], scale_dtypes={torch.float32}, has_flat_scales=True
+)
+NESTED_NF4 = PLAIN_NF4._replace(name="nested nf4", tensors=NAMES | NESTED_NAMES)
+INT8 = PLAIN_NF4._replace(
+    name="bitsandbytes",
+    tensors={
+        "weight": ScaledWeight.load_codes,
+        "SCB": ScaledWeight.load_scales,
+        "weight_format": Integers.load_row_order,
+    },
+    word=None,
+    scales_of=lambda largest: largest / 127,  # a row's largest number is stored, for which 127 stands
+)

@@ -7,9 +7,9 @@ import torch
 
 from nanovllm.extensions.quantised.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, Fp4
 from nanovllm.extensions.quantised.fp8 import AUTO_FP8, BLOCK, Fp8
-from nanovllm.extensions.quantised.integers import Int4, Int8
+from nanovllm.extensions.quantised.integers import Int4, Int8, Integers
 from nanovllm.extensions.quantised.patterns import pattern
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Source
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import (
     FLAGS,
     Format,
@@ -21,13 +21,17 @@ from nanovllm.extensions.quantised.scheme import (
 )
 from nanovllm.utils.validation import check
 
-PACKS = {"weight_packed": "codes", "weight_scale": "scales", **IGNORED}
-OF_INTEGERS = {"weight_zero_point": "zeros", "weight_shape": "shape", "weight_g_idx": "order"}
+PACKS = {"weight_packed": ScaledWeight.load_codes, "weight_scale": ScaledWeight.load_scales, **IGNORED}
+OF_INTEGERS = {
+    "weight_zero_point": Integers.load_zeros,
+    "weight_shape": Integers.load_shape,
+    "weight_g_idx": Integers.load_order,
+}
 FLOATS = AUTO_FP8._replace(name="float-quantized", scale_dtypes=SCALES)
-INTEGERS = Source("int-quantized", FLOATS.tensors | {"weight_zero_point": "zeros"})
+INTEGERS = Source("int-quantized", FLOATS.tensors | {"weight_zero_point": Integers.load_zeros})
 PACKED = Source("pack-quantized", PACKS | OF_INTEGERS, torch.int32)
 NVFP4 = MODELOPT_NVFP4._replace(
-    name="nvfp4-pack-quantized", tensors=PACKS | {"weight_global_scale": "factor"}
+    name="nvfp4-pack-quantized", tensors=PACKS | {"weight_global_scale": Fp4.load_factor}
 )
 MXFP4 = NVFP4._replace(
     name="mxfp4-pack-quantized",

@@ -28,15 +28,6 @@ from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
 NVFP4_GROUP, MXFP4_GROUP = 16, BLOCK  # inputs that share a scale
-MODELOPT_NVFP4 = Source(
-    "modelopt",
-    {"weight": "codes", "weight_scale": "scales", "weight_scale_2": "factor", **IGNORED},
-    word=torch.uint8,
-    scale_dtypes={torch.float8_e4m3fn},
-)
-# Of experts, as gpt-oss's own checkpoints and GGUF files have them.
-MXFP4 = Source("mxfp4", {"blocks": "blocks", "scales": "scales"}, word=torch.uint8)
-MXFP4_OF_GGUF = Source("gguf", {"weight": "blocks_of_gguf"})
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
 ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
@@ -113,3 +104,19 @@ class Mxfp4(ScaledWeight):
         blocks = encoded.unflatten(1, (-1, 1 + HALF))
         self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
         self.load_scales(blocks[..., 0], shard)
+
+
+MODELOPT_NVFP4 = Source(
+    "modelopt",
+    {
+        "weight": ScaledWeight.load_codes,
+        "weight_scale": ScaledWeight.load_scales,
+        "weight_scale_2": Fp4.load_factor,
+        **IGNORED,
+    },
+    word=torch.uint8,
+    scale_dtypes={torch.float8_e4m3fn},
+)
+# Of experts, as gpt-oss's own checkpoints and GGUF files have them.
+MXFP4 = Source("mxfp4", {"blocks": Mxfp4.load_blocks, "scales": ScaledWeight.load_scales}, word=torch.uint8)
+MXFP4_OF_GGUF = Source("gguf", {"weight": Mxfp4.load_blocks_of_gguf})

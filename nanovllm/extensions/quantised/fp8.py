@@ -13,10 +13,14 @@ from nanovllm.extensions.quantised.scaled import FLOATS, IGNORED, ONE_TILE, SCAL
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
 from nanovllm.layers.linear import Shard
 
-CODES = {"weight": "codes", **IGNORED}
+CODES = {"weight": ScaledWeight.load_codes, **IGNORED}
 # Scales of whatever dtype they are: products are rounded only once.
-FP8 = Source("fp8", CODES | {"weight_scale_inv": "scales"}, scale_dtypes={torch.float8_e8m0fnu, *SCALES})
-AUTO_FP8 = FP8._replace(name="AutoFP8", tensors=CODES | {"weight_scale": "scales"})
+FP8 = Source(
+    "fp8",
+    CODES | {"weight_scale_inv": ScaledWeight.load_scales},
+    scale_dtypes={torch.float8_e8m0fnu, *SCALES},
+)
+AUTO_FP8 = FP8._replace(name="AutoFP8", tensors=CODES | {"weight_scale": ScaledWeight.load_scales})
 MODELOPT = AUTO_FP8._replace(name="modelopt", has_flat_scales=True)
 BLOCK = [128, 128]
 MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.extensions.quantised.integers import Int4, Int8
+from nanovllm.extensions.quantised.integers import Int4, Int8, Integers
 from nanovllm.extensions.quantised.patterns import pattern
-from nanovllm.extensions.quantised.scaled import FLOATS, Source
+from nanovllm.extensions.quantised.scaled import FLOATS, ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import (
     FLAGS,
     MAX_PATTERNS,
@@ -23,10 +23,20 @@ from nanovllm.extensions.quantised.scheme import (
 )
 from nanovllm.utils.validation import check, shown
 
-MATRICES = {"qweight": "codes", "scales": "scales", "qzeros": "zeros"}
+MATRICES = {
+    "qweight": ScaledWeight.load_codes,
+    "scales": ScaledWeight.load_scales,
+    "qzeros": Integers.load_zeros,
+}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an integer
 AWQ = Source("awq", MATRICES, torch.int32, order=AWQ_ORDER, turn=-1)
-GPTQ = Source("gptq", MATRICES | {"g_idx": "order", "bias": "no_bias"}, torch.int32, axis=0, turn=-1)
+GPTQ = Source(
+    "gptq",
+    MATRICES | {"g_idx": Integers.load_order, "bias": Integers.load_no_bias},
+    torch.int32,
+    axis=0,
+    turn=-1,
+)
 MADE_GROUP = 32  # of inputs, where the weights are quantised here
 
 

@@ -35,7 +35,7 @@ class Integers(ScaledWeight):
         has_order: bool = False,
     ):
         if not has_order:
-            self.optional = OPTIONAL | {"order"}
+            self.optional = OPTIONAL | {"load_order"}
         super().__init__(shards, stored_tile, source)
         if is_symmetric:
             self.stored.pop("weight_zero_point", None)

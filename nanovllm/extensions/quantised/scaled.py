@@ -35,20 +35,17 @@ ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
 SMALLEST = 1e-7  # scale: tiles of zeros must not have 0, in float16 either
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
 SIGN = 0x80
-# What checkpoints say of activations, of keys and of values is not needed.
-IGNORED = dict.fromkeys(["input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"], "ignored")
-IGNORED |= dict.fromkeys(["input_zero_point", "input_global_scale"], "ignored")
-OPTIONAL = {"ignored", "shape", "no_bias", "row_order"}  # among `Source.tensors`
+OPTIONAL = {"load_ignored", "load_shape", "load_no_bias", "load_row_order"}  # among `Source.tensors`
 
 
 class Source(NamedTuple):
     """
-    How one kind of checkpoint stores a matrix: by the names of its tensors, which `load_...` of the weight
-    takes each. Where integers hold several codes, these are neighbours along an axis of the matrix.
+    How one kind of checkpoint stores a matrix: by the names of its tensors, which method of the weight loads
+    each. Where integers hold several codes, these are neighbours along an axis of the matrix.
     """
 
     name: str
-    tensors: dict[str, str]
+    tensors: dict[str, Callable]
     word: torch.dtype | None = None  # of integers with several codes; None: each code is a number
     axis: int = 1
     order: Sequence[int] | slice = slice(None)  # from which place in its integer each code comes
@@ -60,9 +57,6 @@ class Source(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
-
-
-FLOATS = Source("floats", {"weight": "floats"})  # which are quantised here
 
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
@@ -114,8 +108,8 @@ class ScaledWeight(Weight):
             width = cdiv(width, BLOCK) * HALF
         self.weight = self._parameter("weight", height, width, dtype=self.code_dtype)
         self.stored = {
-            name: StoredTensor(getattr(self, f"load_{part}"), part in self.optional)
-            for name, part in source.tensors.items()
+            name: StoredTensor(getattr(self, load.__name__), load.__name__ in self.optional)
+            for name, load in source.tensors.items()
         }
 
     def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -306,3 +300,9 @@ def nearest(values: Tensor, numbers: list[float]) -> Tensor:
     table = torch.tensor(numbers, dtype=values.dtype, device=values.device)
     table, order = table.sort(stable=True)
     return order[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]
+
+
+# What checkpoints say of activations, of keys and of values is not needed.
+OF_ACTIVATIONS = "input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"
+IGNORED = dict.fromkeys([*OF_ACTIVATIONS, "k_scale", "v_scale"], ScaledWeight.load_ignored)
+FLOATS = Source("floats", {"weight": ScaledWeight.load_floats})  # which are quantised here

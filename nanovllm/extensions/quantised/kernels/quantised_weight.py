@@ -110,10 +110,7 @@ class QuantisedWeight(NamedTuple):
 
 
 def unpack(packed: Tensor, bits: int = 4, run: int = HALF) -> Tensor:
-    """
-    Bytes [..., n] to their fields of so many bits, of every `run` of them first the lowest ones: unless it
-    says otherwise, to codes of 4 bits.
-    """
+    """Bytes [..., n] to their fields of so many bits: of every `run` of them first the lowest ones."""
     if bits == 8:
         return packed
     rest, found = packed.unflatten(-1, (-1, run)), []
