@@ -41,8 +41,9 @@ Read in this order:
 
 - `scheme.py` and `formats.py`: which layers of a checkpoint have which format. `compressed_tensors.py` and
   `gptq.py` read the longer configurations; `assignment.py` gives layers their weights.
-- `scaled.py`: what all formats share, also how checkpoints pack codes; `products.py`: what multiplies them,
-  and what it leaves to the next product. The gemv is listed as the dense weight's, if that has one.
+- `scaled.py`: what all formats share, also how checkpoints name tensors and pack codes (`Source`);
+  `products.py`: what multiplies them, and what it leaves to the next product. The gemv is listed as the dense
+  weight's, if that has one.
 - `fp8.py`, `fp4.py`, `integers.py`, `bitsandbytes.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the
   formats.
 - `kernels/quantised_weight.py`: how packed values become numbers on a GPU, those of nf4 by `kernels/nf4.py`;

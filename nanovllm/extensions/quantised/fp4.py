@@ -12,27 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FP4_CODES
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_CODES
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BLOCK,
     FP4_TABLE,
     HALF,
-    QuantisedWeight,
     in_bricks,
     unpack,
 )
-from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.scaled import IGNORED, ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
-NVFP4, MXFP4, MODELOPT = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "modelopt"
-GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
-# What checkpoints call the codes, the matrix's factor, and what is not needed.
-NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
-OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
+NVFP4_GROUP, MXFP4_GROUP = 16, BLOCK  # inputs that share a scale
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
 ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
@@ -41,35 +36,19 @@ class Fp4(ScaledWeight):
     """`weight` uint8 [out, in / 2], places in FP4_NUMBERS; `scales` times the matrix's factor."""
 
     code_dtype, kept_codes, table, finest_group = torch.uint8, ORDER, FP4_TABLE, HALF
-    packing = Packing(torch.uint8, 4)
-    lowest, highest = -6.0, 6.0
+    product_dtype, highest = torch.float32, 6.0
 
-    def __init__(self, shards: dict[Any, Shard], source: str):
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: Source):
         self.scale_dtype = torch.bfloat16 if torch.get_default_dtype() == torch.bfloat16 else torch.float32
-        super().__init__(shards, (1, GROUPS[source]))
-        self.product_dtype = torch.float32
-        self.source = source
+        super().__init__(shards, stored_tile, source)
         self.factors = torch.ones(self.shape[0], 1, dtype=torch.float32)
-        self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
-        codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
-        self.stored = {
-            codes: StoredTensor(self.load_codes),
-            "weight_scale": StoredTensor(self.load_scales),
-            ignored: IGNORED,
-        }
-        if source != MXFP4:
-            self.stored[factor] = StoredTensor(self._load_factor)
 
     def finish(self) -> None:
-        combine = torch.mul if self.source == MODELOPT else torch.div
+        combine = torch.mul if self.source is MODELOPT_NVFP4 else torch.div
         combine(self.scales.data, self.factors, out=self.scales.data)
         self.factors.fill_(1)
 
-    def read_scales(self, stored: Tensor) -> Tensor:
-        scales = stored.float()
-        return (scales - 127).exp2() if self.source == MXFP4 else scales
-
-    def _load_factor(self, loaded: Any, shard: Shard) -> None:
+    def load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})
         factor = float(loaded[...])
         check(0 < factor < torch.inf, "must hold a number above 0", factor)
@@ -78,7 +57,7 @@ class Fp4(ScaledWeight):
 
 def read_mxfp4(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
-    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {})
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {"source": MXFP4})
     return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
 
 
@@ -88,24 +67,13 @@ class Mxfp4(ScaledWeight):
     into bricks for activations of 16 bits, and `largest` is the largest scale of each row.
     """
 
-    code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
-    lowest, highest = -6.0, 6.0
-    packing = Packing(torch.uint8, 4)
+    code_dtype, scale_dtype, product_dtype = torch.uint8, torch.float8_e8m0fnu, torch.float32
+    highest = 6.0
 
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards, (1, BLOCK))
-        self.product_dtype = torch.float32
-        self.largest: Tensor | None = None
+    def __init__(self, shards: dict[Any, Shard], source: Source):
+        super().__init__(shards, (1, MXFP4_GROUP), source)
         # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
-        self.stored = {
-            "blocks": StoredTensor(self._load_blocks),
-            "scales": StoredTensor(self.load_scales),
-        }
-
-    @property
-    def quantised(self) -> QuantisedWeight:
-        return super().quantised._replace(largest=self.largest)
 
     def finish(self) -> None:
         weight, properties = self.quantised, gpu_properties(self.weight.device)
@@ -115,7 +83,7 @@ class Mxfp4(ScaledWeight):
             self.weight.data, self.scales.data = weight.codes, weight.scales
             self.largest = weight.largest
 
-    def _load_blocks(self, loaded: Tensor, shard: Shard) -> None:
+    def load_blocks(self, loaded: Tensor, shard: Shard) -> None:
         """[rows, groups, bytes of a group]."""
         rows, inputs = shard.shape
         check_stored(loaded, (rows, inputs // BLOCK, HALF), {torch.uint8})
@@ -127,27 +95,8 @@ class Mxfp4(ScaledWeight):
             raise ValueError(f"holds scales above 2 (a byte above {LARGEST_SCALE})")
         self._load_grid(self.scales.view(torch.uint8), loaded, shard)
 
-    def choose_scales(self, tiles: Tensor) -> Tensor:
-        """The largest number becomes one from 4 to 8; what is above 6 is cut off."""
-        largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST)
-        return torch.exp2(largest.log2().floor() - 2)
-
-    def round(self, values: Tensor) -> Tensor:
-        """To codes, not numbers."""
-        return nearest(values.abs(), E2M1[:8]) + 8 * (values < 0)
-
-
-class Mxfp4Blocks(Mxfp4):
-    """
-    Of GGUF files, whose `weight` has blocks of a scale and the codes of 32 inputs: of a byte, the low half is
-    one of the first 16, the high half one of the others.
-    """
-
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards)
-        self.stored = {"weight": StoredTensor(self._load)}
-
-    def _load(self, loaded: Any, shard: Shard) -> None:
+    def load_blocks_of_gguf(self, loaded: Any, shard: Shard) -> None:
+        """Blocks of a scale and the codes of 32 inputs, the first 16 in the low halves of bytes."""
         check_stored(loaded, shard.shape)
         if not hasattr(loaded, "encoded"):
             raise ValueError("is MXFP4, which no adapter can change")
@@ -155,3 +104,19 @@ class Mxfp4Blocks(Mxfp4):
         blocks = encoded.unflatten(1, (-1, 1 + HALF))
         self.set_codes(shard.place, unpack(blocks[..., 1:].flatten(1))[shard.rows, shard.columns])
         self.load_scales(blocks[..., 0], shard)
+
+
+MODELOPT_NVFP4 = Source(
+    "modelopt",
+    {
+        "weight": ScaledWeight.load_codes,
+        "weight_scale": ScaledWeight.load_scales,
+        "weight_scale_2": Fp4.load_factor,
+        **IGNORED,
+    },
+    word=torch.uint8,
+    scale_dtypes={torch.float8_e4m3fn},
+)
+# Of experts, as gpt-oss's own checkpoints and GGUF files have them.
+MXFP4 = Source("mxfp4", {"blocks": Mxfp4.load_blocks, "scales": ScaledWeight.load_scales}, word=torch.uint8)
+MXFP4_OF_GGUF = Source("gguf", {"weight": Mxfp4.load_blocks_of_gguf})

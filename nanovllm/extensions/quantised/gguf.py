@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.quantised.fp4 import Mxfp4Blocks
+from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, Mxfp4
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
-from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise, unpack
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
-from nanovllm.extensions.quantised.products import codes_products, gemv_products
+from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme
 from nanovllm.kernels import runtime
@@ -34,8 +34,7 @@ from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 BITS = {kind: type_.bits for kind, type_ in TYPES.items()}  # of a code, by the types that stay packed
 BLOCK = 32  # inputs: a multiple of every type's group
 LANES = 64  # outputs whose codes torch keeps together, where it has AVX-512
-# By digits: what codes have added, and how often a zero is added.
-MIDDLES, TIMES = {1: 8, 2: 8 * 16 + 8}, {1: 1, 2: 16 + 1}
+TIMES = {1: 1, 2: 16 + 1}  # by digits, how often a zero is added, and the 8 that the product takes off
 # By digits, from how many rows on converting a weight first is faster, and multiplying one that is converted.
 MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
@@ -59,7 +58,7 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
         has_room = 4 * config.get("num_weights", 0) <= host_memory() // 2
     format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
-    experts = Format(Mxfp4Blocks, {}) if config.get("has_mxfp4_experts") else others
+    experts = Format(Mxfp4, {"source": MXFP4_OF_GGUF}) if config.get("has_mxfp4_experts") else others
     return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
 
 
@@ -79,7 +78,7 @@ class GGUF(Weight):
     keeps_weight a CPU has it in bfloat16, too. There are no `parameters` as long as shards are missing.
     """
 
-    make_gemv = None  # see `gemv_products`
+    make_gemv = None  # see `fast_products`
     library: Any = None  # `pack` and `multiply` of weights in floats, as those have it that are not quantised
     is_stacked = False  # whether parts of it are multiplied, not the whole
 
@@ -102,8 +101,7 @@ class GGUF(Weight):
     def products(self, layer: Any) -> list[Product]:
         if [type(run) for run in self.runs] != [KernelCodes]:
             return []
-        weight = self.runs[0].weight
-        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
+        return fast_products(self.runs[0].weight, layer, self.dtype, self.make_gemv)
 
     @property
     def quantised(self) -> Any:
@@ -154,10 +152,11 @@ def joined(matrices: Iterable[tuple[Any, Shard]]) -> Iterator[tuple[Any, Shard]]
     adapter changes stays apart.
     """
 
-    def facts(tensor: Any, shard: Shard) -> tuple:
+    def facts(matrix: tuple[Any, Shard]) -> tuple:
+        tensor, shard = matrix
         return getattr(tensor, "quantisation", None), shard.size, shard.columns
 
-    for (type_, size, columns), members in groupby(matrices, lambda each: facts(*each)):
+    for (type_, size, columns), members in groupby(matrices, facts):
         members = [*members]
         if type_ is None:
             yield from members
@@ -256,7 +255,7 @@ class PackedCodes:
 
     def groups(self) -> Groups:
         """Codes int8 [outputs, groups, inputs], their scales and offsets, if these can be read."""
-        codes = unpack(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
+        codes = codes_in(self._blocks()).permute(0, 3, 1, 2).flatten(0, 1)
         scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
         if self.digits == 1:
             return Groups((codes - 8).view(torch.int8), scales, zeros)
@@ -266,7 +265,7 @@ class PackedCodes:
         return torch.cat([columns.t() for columns in self._columns()])
 
     def _blocks(self) -> Tensor:
-        """The packed codes by LANES outputs, as `unpack` takes them."""
+        """The packed codes by LANES outputs, as `codes_in` takes them."""
         num_groups = len(self.scales_and_zeros)
         return self.packed.view(-1, num_groups, self.digits, self.group, LANES // 2)
 
@@ -276,28 +275,28 @@ class PackedCodes:
         pieces = self._blocks().split(step)
         pairs = self.scales_and_zeros.split(step * LANES, 1)
         for packed, numbers in zip(pieces, pairs, strict=True):
-            codes = unpack(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
-            codes = codes.to(torch.bfloat16).sub_(MIDDLES[self.digits])
+            codes = codes_in(packed).permute(1, 2, 0, 3).flatten(2)  # [groups, inputs, outputs]
+            codes = codes.to(torch.bfloat16).sub_(8 * TIMES[self.digits])
             scales, zeros = numbers.permute(2, 0, 1).unsqueeze(2).contiguous()
             weights = torch.addcmul(zeros * TIMES[self.digits], codes, scales)
             yield weights.flatten(0, 1)
 
 
-def unpack(packed: Tensor) -> Tensor:
+def codes_in(packed: Tensor) -> Tensor:
     """
     The codes, uint8 [blocks of outputs, groups, inputs, 64], in what torch packs with AVX-512, [blocks of
     outputs, groups, digits, inputs, 32]: those of output i and i + 32 are one byte.
     """
-    digits = torch.cat((packed & 15, packed >> 4), dim=-1).unbind(2)
+    digits = unpack(packed, 4, LANES // 2).unbind(2)
     return digits[0] if len(digits) == 1 else digits[0] << 4 | digits[1]
 
 
 @functools.cache
 def is_readable() -> bool:
-    """Whether `unpack` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
+    """Whether `codes_in` knows how torch lays codes out, which is as suits the CPU. Any can be multiplied."""
     codes = torch.arange(2 * LANES * BLOCK, dtype=torch.int32).view(2 * LANES, BLOCK) % 13
     pairs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    found = unpack(pairs.view(2, 1, 1, BLOCK, LANES // 2))
+    found = codes_in(pairs.view(2, 1, 1, BLOCK, LANES // 2))
     return torch.equal(found.transpose(2, 3).reshape_as(codes), codes)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.quantised_weight import unpack
+
 # Bytes that are decoded at a time: on a CPU what lies between then stays in a cache, and on a GPU every
 # operation takes microseconds to start.
 PIECES = {"cpu": 2**20, "cuda": 2**25}
@@ -58,24 +60,13 @@ class PackedIntegers(NamedTuple):
 
     def __call__(self, parts: Parts, name: str) -> Tensor:
         """uint8, or int8 where there is a middle, [..., integers]."""
-        integers = fields(parts[name], *self.low)
+        integers = unpack(parts[name], *self.low)
         if self.high is not None:
-            integers |= fields(parts[f"{name}_high"], *self.high) << self.low[0]
+            integers |= unpack(parts[f"{name}_high"], *self.high) << self.low[0]
         if self.middle is None:
             return integers
         integers = integers.view(torch.int8)
         return integers.sub_(self.middle) if self.middle else integers
-
-
-def fields(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Bytes [..., n] to their fields of so many bits: of every `run` of them first the lowest ones."""
-    if bits == 8:
-        return packed
-    rest, found = packed.unflatten(-1, (-1, run)), []
-    for _ in range(bits, 8, bits):
-        found.append(rest & (1 << bits) - 1)
-        rest = rest >> bits
-    return torch.stack([*found, rest], dim=-2).flatten(-3)
 
 
 def six_bits(parts: Parts, name: str) -> Tensor:
@@ -84,8 +75,8 @@ def six_bits(parts: Parts, name: str) -> Tensor:
     bytes. The others have 4 bits in the last four bytes, and 2 in the tops of the first.
     """
     start, end = parts[name].split([8, 4], -1)
-    first, tops = fields(start, 6, 8).chunk(2, -1)
-    others = fields(end, 4, 4) | tops << 4
+    first, tops = unpack(start, 6, 8).chunk(2, -1)
+    others = unpack(end, 4, 4) | tops << 4
     both = torch.stack((first, others), -2).unflatten(-1, (2, 4))
     return both.transpose(-3, -2).flatten(-3)
 

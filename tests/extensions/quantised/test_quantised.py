@@ -22,7 +22,7 @@ from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4_TABLE,
     NF4_TABLE,
-    TABLES,
+    NUMBERS_OF_CODES,
     QuantisedWeight,
     dequantise,
     dequantise_torch,
@@ -81,7 +81,7 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
     grids = [each for each in (weight.zeros, weight.scales, weight.offsets) if each is not None]
     spread = {id(grid): grid[rows][:, columns].double() for grid in grids}
     codes = unpack(weight.codes) if weight.codes.dtype == torch.uint8 else weight.codes
-    codes = torch.tensor(TABLES[weight.table])[codes.int()] if weight.table else codes
+    codes = torch.tensor(NUMBERS_OF_CODES[weight.table])[codes.int()] if weight.table else codes
     zeros = weight.zero_point if weight.zeros is None else spread[id(weight.zeros)]
     expected = (codes.double() - zeros) * spread[id(weight.scales)]
     expected += 0 if weight.offsets is None else spread[id(weight.offsets)]
@@ -95,7 +95,7 @@ def test_the_matrix_is_codes_less_zeros_times_scales_plus_offsets(name):
 def test_kernels_read_tiles_that_hold_whole_pieces_alone(name, unit):
     """What a thread reads at once has one scale, or one for each half (fp4), and lies inside the row."""
     weight = make_weight(name, (40, 12 * unit), "cpu")
-    piece = 32 if weight.is_int4 else 16
+    piece = 16 * weight.codes_per_byte
     of_rows = {} if weight.table == FP4_TABLE else {"tile": (1, 0), "scales": torch.ones(40, 1)}
     for size in (unit // 4, unit // 2, unit, 3 * unit // 2, 2 * unit):
         tiles = weight._replace(tile=(1, size), scales=torch.ones(40, -(-12 * unit // size)))
@@ -164,7 +164,7 @@ def run(assembly: str, word: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("assembly, dtype", [(nf4.TO_BF16, torch.bfloat16), (nf4.TO_F16, torch.float16)])
-@pytest.mark.parametrize("table, expected", [*enumerate(TABLES.values())])
+@pytest.mark.parametrize("table, expected", [(0, nf4.NUMBERS), (1, nf4.FP4_NUMBERS)])
 def test_the_instructions_that_look_numbers_up_find_these(assembly, dtype, table, expected):
     expected = torch.tensor(expected).to(dtype)
     for low in range(16):
@@ -316,6 +316,10 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     assert error(y, norm(after.x).double() @ matrix_of(up).T) < tolerance
 
 
+def prepared(x, residual, gain, group, keep=False) -> tuple:
+    return fp8_linear.prepare_rows(x, group, keep, residual=residual, weight=gain, eps=EPS)
+
+
 def values_of(rows: QuantisedRows) -> torch.Tensor:
     codes, count = rows.codes[: rows.rows].double(), rows.rows
     if rows.scales.dim() == 1:
@@ -350,10 +354,10 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     check(fp8_linear.quantise(x, group), x)
     check(fp8_linear.quantise_torch(x, group), x)
     normed, total = fp8_linear.add_rms_norm_torch(x, residual, gain, EPS)
-    got, got_total, _ = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
+    got, got_total, _ = prepared(x, residual, gain, group)
     check(got, normed)
     assert error(got_total, total) < 1e-2
-    check(fp8_linear.add_rms_norm_quantise(residual, None, gain, EPS, group)[0],
+    check(prepared(residual, None, gain, group)[0],
           fp8_linear.add_rms_norm_torch(residual, None, gain, EPS)[0])  # fmt: skip
     product = torch.randn(rows, 2 * width, device=device, dtype=dtype) * 100
     unscaled = Unscaled(product, torch.rand(32, device=device) / 50, torch.rand(2 * width, device=device))
@@ -362,11 +366,11 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     gate, up = plain.chunk(2, dim=-1)
     check(fp8_linear.quantise(unscaled, group, gated=True), F.silu(gate) * up)
     half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
-    got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
+    got, got_total, normed = prepared(half, residual, gain, group, True)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
     assert error(normed, fp8_linear.add_rms_norm_torch(got_total, None, gain, EPS)[0]) < 1e-2
     parts = torch.randn(rows, 3, width, device=device, dtype=dtype)
-    got, got_total, normed = fp8_linear.add_rms_norm_quantise(parts, residual, gain, EPS, group, True)
+    got, got_total, normed = prepared(parts, residual, gain, group, True)
     assert error(got_total, parts.double().sum(1) + residual.double()) < 5e-3
     check(got, normed)
 

@@ -148,6 +148,17 @@ def test_codes_of_4_bits_may_be_cut_anywhere_and_loaded_again(name):
             assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
 
 
+@pytest.mark.parametrize("name", ["gptq, ordered", "pack 4, ordered"])
+def test_inputs_are_put_in_order_once(name):
+    packer, (make, shapes) = PACKERS[name], LAYERS["qkv"]
+    layer = make_layer(make, packer)
+    for _ in range(2):
+        packed = {shard_id: packer.pack(torch.randn(shape)) for shard_id, shape in shapes.items()}
+        load_parts(layer, packed)
+        layer.matrix.finish()  # as it is when another weight alone is loaded again
+        assert torch.equal(matrix_of(layer), expected_matrix(layer, packer, packed))
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4 of compressed-tensors"])
 def test_kernels_read_codes_of_4_bits_whatever_shares_a_scale(name):
     make, _ = LAYERS["replicated"]

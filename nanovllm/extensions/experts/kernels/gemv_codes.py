@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights
 from nanovllm.extensions.experts.kernels.router import Chosen
-from nanovllm.extensions.quantised.kernels.grouped_gemm import activate
+from nanovllm.extensions.quantised.kernels.grouped_gemm import activate, row_in_turn
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
@@ -194,7 +194,9 @@ def _gemv_codes_kernel(
             member = tl.arange(0, SIZES.MEMBERS_PAD)[None, :]
             assignment = owner * MEMBERS + member
             expert = masked_load(experts + assignment, member < MEMBERS)
-            its_bias = bias + expert * EXPERT_ROWS + _row_of(line, SIZES)[:, None]
+            its_bias = (
+                bias + expert * EXPERT_ROWS + row_in_turn(line, SIZES.OUT_FEATURES, SIZES.PARTS)[:, None]
+            )
             added = (line < EXPERT_ROWS)[:, None] & (member < MEMBERS)
             added = masked_load(its_bias, added).to(tl.float32)
             if weights is not None:
@@ -212,12 +214,6 @@ def _gemv_codes_kernel(
 
 
 @triton.jit
-def _row_of(line, SIZES):
-    """Gates and ups in turn."""
-    return line % SIZES.PARTS * SIZES.OUT_FEATURES + line // SIZES.PARTS
-
-
-@triton.jit
 def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS, PER_ROW, SIZES):
     """
     HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
@@ -227,7 +223,7 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     shifts = offsets if zeros is None else zeros  # a weight never has both
     line = tile * SIZES.HEIGHT + tl.arange(0, SIZES.HEIGHT)[None, :, None]
     inside = is_piece & (line < SIZES.PARTS * SIZES.OUT_FEATURES)
-    row = _row_of(line, SIZES)
+    row = row_in_turn(line, SIZES.OUT_FEATURES, SIZES.PARTS)
     word = tl.arange(0, 4)[None, None, None, :]
     ROWS: tl.constexpr = SIZES.BRICK_ROWS
     place = row // ROWS * (ROWS * PER_ROW) + row % ROWS * SIZES.BRICK_PIECES

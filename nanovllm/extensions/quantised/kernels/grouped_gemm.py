@@ -167,6 +167,12 @@ def find_tile(operands, tokens, SIZES, OVERLAP):
 
 
 @triton.jit
+def row_in_turn(line, width, PARTS):
+    """The row that stands at a line when gates and ups, so many of either, are taken in turn."""
+    return line % PARTS * width + line // PARTS
+
+
+@triton.jit
 def rows_in_turn(first, block, SIZES):
     """
     The rows of a block, counted from `first`, and whether they exist: gates and ups in turn, so that the two
@@ -209,7 +215,7 @@ def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN):
 
 
 @triton.jit
-def activate(gate, up, CLAMPED: tl.constexpr):
+def activate(gate, up, CLAMPED):
     if CLAMPED:
         gate = tl.minimum(gate, LIMIT_OF_KERNELS)
         up = tl.minimum(tl.maximum(up, -LIMIT_OF_KERNELS), LIMIT_OF_KERNELS)

@@ -138,7 +138,7 @@ REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 22)
 
 
 @triton.jit
-def load_inputs(x, norm_weight, share, column, is_there, KIND: tl.constexpr):
+def load_inputs(x, norm_weight, share, column, is_there, KIND):
     """
     The inputs that meet pieces of codes, float32 [PIECES, 1, ROWS, 16], times the norm's weights and times a
     share, unless these are None: `values`, and `others`, which are 16 columns behind, for codes of 4 bits.
@@ -164,7 +164,7 @@ def _load_half(x, norm_weight, share, column, is_there):
 
 
 @triton.jit
-def prepare_inputs(values, others, factor, KIND: tl.constexpr):
+def prepare_inputs(values, others, factor, KIND):
     """
     -> what `multiply_pieces` wants of the inputs, the last of which are their sums, and the factor of its
     results, times what the inputs are divided by: a power of two for each row, so that the largest becomes 4
@@ -199,7 +199,7 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _pairs_of(values, KIND: tl.constexpr):
+def _pairs_of(values, KIND):
     """
     float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
     then the second one of each four inputs. They are neighbours, or for INT4 and MXFP4 every other input.
@@ -227,7 +227,7 @@ def _split_four(values):
 
 
 @triton.jit
-def widen(scale, zero, grids, KIND: tl.constexpr):
+def widen(scale, zero, grids, KIND):
     """
     What has been loaded of scales, and of zeros or offsets, as `multiply_pieces` takes it. Call it before the
     next loads: a conversion behind them of what a loop carries makes the compiler wait for all of these.
@@ -243,7 +243,7 @@ def widen(scale, zero, grids, KIND: tl.constexpr):
 
 
 @triton.jit
-def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_POINT: tl.constexpr):
+def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
     """
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
     in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset, as
@@ -288,7 +288,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND: tl.constexpr, ZERO_
 
 
 @triton.jit
-def _multiply_by_arithmetic(words, values, KIND: tl.constexpr, shift: tl.constexpr):
+def _multiply_by_arithmetic(words, values, KIND, shift):
     """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
     codes = code_to_float(words[:, :, :, :, None] >> 8 * tl.arange(0, 4), shift, KIND)
     return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)

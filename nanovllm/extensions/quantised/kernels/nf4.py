@@ -60,7 +60,7 @@ TO_F16, TO_BF16 = (
 
 
 @triton.jit
-def number_of(codes, TABLE: tl.constexpr):
+def number_of(codes, TABLE):
     """float32, by arithmetic."""
     numbers = codes.to(tl.float32)
     for code in tl.static_range(16):
@@ -69,7 +69,7 @@ def number_of(codes, TABLE: tl.constexpr):
 
 
 @triton.jit
-def look_up(packed, dtype: tl.constexpr, TABLE: tl.constexpr):
+def look_up(packed, dtype, TABLE):
     """uint8 -> two tensors of its shape, bfloat16 or float16: numbers in the low, and in the high halves."""
     if IS_INTERPRETED:
         return number_of(packed & 15, TABLE), number_of(packed >> 4, TABLE)

@@ -59,7 +59,7 @@ def _permute_kernel(
 
 
 @triton.jit
-def column_at(place, CODES_PER_BYTE: tl.constexpr):
+def column_at(place, CODES_PER_BYTE):
     """
     The input that stands at a place when K is permuted. Who permutes a whole row gathers its inputs by this:
     a warp then reads whole sectors of memory, where storing by `permuted` writes parts of many.
@@ -71,7 +71,7 @@ def column_at(place, CODES_PER_BYTE: tl.constexpr):
 
 
 @triton.jit
-def permuted(column, CODES_PER_BYTE: tl.constexpr):
+def permuted(column, CODES_PER_BYTE):
     """
     Where an input stands when K is permuted. In a block, those whose codes are low halves of bytes come
     before those of high halves; of each, two at a time are taken from the four pieces in turn.

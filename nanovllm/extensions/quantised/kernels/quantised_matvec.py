@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
+from nanovllm.extensions.quantised.kernels.grouped_gemm import row_in_turn
 from nanovllm.extensions.quantised.kernels.multiply_words import (
     load_inputs,
     multiply_pieces,
@@ -88,7 +89,7 @@ def matvec_sizes(
     inputs = PIECE_BYTES * weight.codes_per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
     num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = max(HEIGHT // (rows if weight.is_int4 else 2 * rows), least_height)
+    height = max(HEIGHT * weight.codes_per_byte // (2 * rows), least_height)
     tiles = cdiv(out_features, height)
     most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
@@ -146,7 +147,7 @@ def _quantised_matvec_kernel(
         column = tile * (HEIGHT // PARTS) + tl.arange(0, HEIGHT // PARTS)  # of the result
         valid = (column < width)[:, None]
         if bias is not None:
-            added = masked_load(bias + _out_feature(place, width, PARTS), place < out_features).to(tl.float32)
+            added = masked_load(bias + row_in_turn(place, width, PARTS), place < out_features).to(tl.float32)
         if residual is not None:
             address = residual + ((row * residual_stride)[None, :] + column[:, None])
             its_residual = masked_load(address, valid).to(tl.float32)
@@ -164,30 +165,25 @@ def _quantised_matvec_kernel(
 
 
 @triton.jit
-def _out_feature(place, width, PARTS: tl.constexpr):
-    """Gates and ups in turn."""
-    return place % PARTS * width + place // PARTS
-
-
-@triton.jit
 def _load_tile(
     weight, tile, out_features,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    PIECES: tl.constexpr,
+    KIND,
+    GROUP,
+    TILE_ROWS,
+    IN_FEATURES,
+    PARTS,
+    HEIGHT,
+    PIECES,
 ):  # fmt: skip
     """
     HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
     [PIECES or 1, HEIGHT, 1].
     """
     words, scales, zeros, offsets = weight
+    shifts = offsets if zeros is None else zeros  # a weight never has both
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     place = tile * HEIGHT + tl.arange(0, HEIGHT)
-    out_feature = _out_feature(place, out_features // PARTS, PARTS)[None, :, None]
+    out_feature = row_in_turn(place, out_features // PARTS, PARTS)[None, :, None]
     piece = tl.arange(0, PIECES)[:, None, None]
     is_real = (place < out_features)[None, :, None]
     is_there = is_real & (piece < IN_FEATURES // INPUTS)
@@ -200,8 +196,6 @@ def _load_tile(
         is_real = is_there
     scale = masked_load(scales + place, is_real)
     zero = scale
-    if zeros is not None:
-        zero = masked_load(zeros + place, is_real)
-    if offsets is not None:
-        zero = masked_load(offsets + place, is_real)
+    if shifts is not None:
+        zero = masked_load(shifts + place, is_real)
     return found, scale, zero

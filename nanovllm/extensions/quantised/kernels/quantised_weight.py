@@ -27,7 +27,7 @@ BRICK_ROWS, BRICK_PIECES = 16, 4  # of MXFP4 in bricks: rows, and blocks of inpu
 KINDS = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 NF4_TABLE, FP4_TABLE = 4, 5
 FP8, INT8, INT4, MXFP4, NF4, FP4 = map(tl.constexpr, range(FP4_TABLE + 1))
-TABLES = {NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}
+NUMBERS_OF_CODES = {3: E2M1, NF4_TABLE: NUMBERS, FP4_TABLE: FP4_NUMBERS}  # by kind
 
 
 class QuantisedWeight(NamedTuple):
@@ -63,13 +63,8 @@ class QuantisedWeight(NamedTuple):
         return self.codes.dtype == torch.float8_e4m3fn
 
     @property
-    def is_int4(self) -> bool:
-        """Whether a byte is two codes."""
-        return self.codes.dtype == torch.uint8
-
-    @property
     def codes_per_byte(self) -> int:
-        return 1 + self.is_int4
+        return 2 if self.codes.dtype == torch.uint8 else 1
 
     @property
     def group(self) -> int:
@@ -101,24 +96,28 @@ class QuantisedWeight(NamedTuple):
 
     def can_be_read(self) -> bool:
         """Whether kernels can read it: tiles do not cut through what a thread reads at once."""
-        unit = BLOCK if self.is_int4 else PIECE_BYTES
+        unit = PIECE_BYTES * self.codes_per_byte
         has_whole_groups = self.group == HALF if self.table == FP4_TABLE else self.group % unit == 0
         return self.shape[1] % unit == 0 and has_whole_groups
 
     def codes_of(self, rows: slice) -> Tensor:
         """These rows' codes, [rows, in]; numbers if they are in floating point."""
-        if not self.is_int4:
+        if self.codes_per_byte == 1:
             return self.codes[rows]
         codes = unpack(self.codes[rows])[:, : self.shape[1]]
-        if not self.is_mxfp4 and not self.table:
-            return codes
-        return torch.tensor(TABLES.get(self.table, E2M1), device=codes.device)[codes.int()]
+        numbers = NUMBERS_OF_CODES.get(self.kind)
+        return codes if numbers is None else torch.tensor(numbers, device=codes.device)[codes.int()]
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """uint8 [rows, bytes] -> uint8 [rows, 2 * bytes], codes of 4 bits."""
-    halves = packed.unflatten(-1, (-1, HALF))
-    return torch.cat((halves & 15, halves >> 4), dim=-1).flatten(-2)
+def unpack(packed: Tensor, bits: int = 4, run: int = HALF) -> Tensor:
+    """Bytes [..., n] to their fields of so many bits: of every `run` of them first the lowest ones."""
+    if bits == 8:
+        return packed
+    rest, found = packed.unflatten(-1, (-1, run)), []
+    for _ in range(bits, 8, bits):
+        found.append(rest & (1 << bits) - 1)
+        rest = rest >> bits
+    return torch.stack([*found, rest], dim=-2).flatten(-3)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ def _expand(weight: QuantisedWeight, grid: Tensor, rows: slice) -> Tensor:
 
 
 @triton.jit
-def input_of(byte, KIND: tl.constexpr):
+def input_of(byte, KIND):
     """The input that meets a byte's code, or its low half; the high half's is 16 behind."""
     if KIND < INT4:
         return byte
@@ -188,7 +187,7 @@ def input_of(byte, KIND: tl.constexpr):
 
 
 @triton.jit
-def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
+def code_to_float(words, shift, KIND):
     """One of the codes in each word, by arithmetic. Floating point is moved to where float16 has its bits."""
     code = words >> shift
     if KIND == INT8:
@@ -205,7 +204,7 @@ def code_to_float(words, shift: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def codes_to_bf16(codes, KIND: tl.constexpr):
+def codes_to_bf16(codes, KIND):
     """uint8 [..., n], codes of 8 bits -> bfloat16 of this shape, which is exact; float32 if interpreted."""
     if IS_INTERPRETED:
         return code_to_float(codes.to(tl.int32), 0, KIND)
