@@ -933,20 +933,23 @@ MUTATIONS = [
         ("div(LARGEST).clamp_min(SMALLEST)", "div(LARGEST)"),
         ("value *= tl.load(row_scales + row) * column_scale", "value *= column_scale"),
         ("for part in tl.static_range(1, PARTS)", "for part in tl.static_range(2, PARTS)"),
-        ("values.sum(1) if is_sum else values", "values[:, 0] if is_sum else values"),
+        ("rows.sum(1) if rows.dim() == 3", "rows[:, 0] if rows.dim() == 3"),
         ("leave_scales and bias is None and not", "leave_scales and not"),
         ("return Unscaled(y, x.scales, weight.scales[:, 0])", "return y"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/products",
-        ("(pending_add, stream.x), None", "(pending_add, None), None"),
-        ("inputs, stream.pending_add = (pending_add, stream.x), None", "inputs = pending_add, stream.x"),
+        (
+            "x, residual, stream.pending_add = pending_add, stream.x, None",
+            "x, stream.pending_add = pending_add, None",
+        ),
+        (
+            "x, residual, stream.pending_add = pending_add, stream.x, None",
+            "x, residual = pending_add, stream.x",
+        ),
         ("silu_and_mul(Unscaled.of(self.product).scaled()", "silu_and_mul(Unscaled.of(self.product).values"),
         ("leave_scales=gated)", "leave_scales=True)"),
-    ),
-    *mutations_of(
-        "nanovllm/extensions/quantised/fp8",
-        ("if layer.hidden_size is None or not can_use_fp8", "if True or not can_use_fp8"),
+        ("if layer.hidden_size is not None and can_use_fp8", "if False and can_use_fp8"),
     ),
     *mutations_of(
         "nanovllm/extensions/products/products",
@@ -964,7 +967,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/bitsandbytes",
-        ("is_high_first=True", "is_high_first=False"),
+        ("order=[1, 0]", "order=[0, 1]"),
         ("torch.uint8, ORDER, NF4", "torch.uint8, None, NF4"),
         ("shard.rows.start * inputs // 2 : shard", "0 : shard"),
         ("columns=shard.columns)", "columns=slice(0, shard.size[1]))"),
@@ -973,6 +976,7 @@ MUTATIONS = [
         ("check(torch.equal(loaded[...], TABLE)", "check(True"),
         ("choose(state, field, [value], value)", "pass"),
         ("inputs % GROUP == 0", "True"),
+        ("lambda largest: largest / 127", "lambda largest: largest"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/nf4",
@@ -984,18 +988,19 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/fp4",
-        ("torch.mul if self.source == MODELOPT else", "torch.mul if True else"),
+        ("torch.mul if self.source is MODELOPT_NVFP4 else", "torch.mul if True else"),
         ("        self.factors.fill_(1)\n", ""),
         ("torch.tensor(FP4_CODES).argsort()", "torch.tensor(FP4_CODES)"),
-        ("(scales - 127).exp2()", "(scales - 126).exp2()"),
         ("self.factors[shard.place] = factor", "self.factors[:] = factor"),
         ("0 < factor < torch.inf", "0 <= factor"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/scaled",
-        ("low, high = codes & 15, codes >> 4", "high, low = codes & 15, codes >> 4"),
+        ("(codes & 15, codes >> 4)", "(codes >> 4, codes & 15)"),
         ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
         ("(table[1:] + table[:-1]) / 2", "table[1:]"),
+        (' k_scale v_scale"', '"'),
+        ("elif self.source.has_flat_scales:", "else:"),
         ("stored_tile[1], self.finest_group,", "stored_tile[1],"),
     ),
     *mutations_of(
@@ -1127,8 +1132,6 @@ MUTATIONS = [
         ('name.replace(".", r"\\.").replace', "name.replace"),
         ("return name[3:]", "return name"),
         ('"FP8_PER_CHANNEL_PER_TOKEN": (1, 0)', '"FP8_PER_CHANNEL_PER_TOKEN": ONE_TILE'),
-        (', "k_scale", "v_scale"', ""),
-        ("self.has_flat_scales = source == MODELOPT", "self.has_flat_scales = True"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/untrusted",
@@ -1137,7 +1140,6 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/integers",
-        ("stored / self.highest if", "stored if"),
         ("                zeros = zeros & 15\n", "                pass\n"),
         (
             "            if self.bits == 4:\n                zeros",
@@ -1383,6 +1385,7 @@ MUTATIONS = [
         "nanovllm/extensions/quantised/compressed_tensors",
         ("for name in sorted(names) if", "for name in sorted(names, reverse=True) if"),
         ("formats.get(find_target(name) or CLASS)", "formats.get(CLASS)"),
+        ("exponents.float() - 127", "exponents.float() - 126"),
     ),
     *mutations_of("nanovllm/extensions/quantised/integers", (" or self.stored_tile == ONE_TILE", "")),
     *mutations_of(

@@ -4,20 +4,19 @@ An nf4 weight is flattened; each 64 of it have a scale (`absmax`). With double q
 are places in a table of 256 numbers, times a scale for 256 of them, plus an offset for all.
 """
 
-import functools
 import json
 import math
 from typing import Any
 
 import torch
 
-from nanovllm.extensions.quantised.integers import BITSANDBYTES, Int8
+from nanovllm.extensions.quantised.integers import Int8
 from nanovllm.extensions.quantised.kernels.quantised_weight import NF4_TABLE, TABLES
-from nanovllm.extensions.quantised.scaled import Packing, ScaledWeight
+from nanovllm.extensions.quantised.scaled import ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import FLAGS, Format, Scheme, choose, listed, same_for_all
 from nanovllm.kernels.runtime import cdiv
 from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
+from nanovllm.utils.loader import check_finite, check_stored
 from nanovllm.utils.validation import check, is_number
 
 GROUP = 64  # weights that share a scale
@@ -25,15 +24,35 @@ NESTED = 256  # scales that share a scale, and numbers in their table
 MAX_STATE = 512  # bytes of JSON
 TABLE, ORDER = torch.tensor(TABLES[NF4_TABLE]).sort()  # bitsandbytes' codes have the order of their numbers
 
+NAMES = {
+    "weight": "halves",
+    "weight.absmax": "scales",
+    "weight.quant_map": "table",
+    "weight.quant_state.bitsandbytes__nf4": "state",
+}
+NESTED_NAMES = {f"weight.{name}": name for name in ("absmax", "nested_absmax", "nested_quant_map")}
+# The first code of a byte is in its high half.
+PLAIN_NF4 = Source(
+    "nf4", NAMES, torch.uint8, order=[1, 0], scale_dtypes={torch.float32}, has_flat_scales=True
+)
+NESTED_NF4 = PLAIN_NF4._replace(name="nested nf4", tensors=NAMES | NESTED_NAMES)
+INT8 = PLAIN_NF4._replace(
+    name="bitsandbytes",
+    tensors={"weight": "codes", "SCB": "scales", "weight_format": "row_order"},
+    word=None,
+    scales_of=lambda largest: largest / 127,  # a row's largest number is stored, for which 127 stands
+)
+
 
 def read_bitsandbytes(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of bitsandbytes says. Raises ValueError naming the field."""
     if choose(config, "load_in_8bit", FLAGS, False):
-        format = Format(Int8, {"stored_tile": (1, 0), "source": BITSANDBYTES})
+        format = Format(Int8, {"stored_tile": (1, 0), "source": INT8})
     else:
         choose(config, "bnb_4bit_quant_type", ["nf4"], "fp4")
         is_nested = choose(config, "bnb_4bit_use_double_quant", FLAGS, False)
-        format = Format(NF4, {"is_nested": is_nested})
+        source = NESTED_NF4 if is_nested else PLAIN_NF4
+        format = Format(NF4, {"stored_tile": (1, GROUP), "source": source})
     return same_for_all(format, listed(config, "llm_int8_skip_modules"))
 
 
@@ -41,25 +60,13 @@ class NF4(ScaledWeight):
     """`weight` uint8 [out, in / 2], places in NUMBERS; `scales` float32."""
 
     code_dtype, kept_codes, table = torch.uint8, ORDER, NF4_TABLE
-    lowest, highest = -1.0, 1.0
-    packing = Packing(torch.uint8, 4, is_high_first=True)
-    stored_scales, has_flat_scales = {torch.float32}, True
+    highest = 1.0
 
-    def __init__(self, shards: dict[Any, Shard], is_nested: bool):
-        super().__init__(shards, (1, GROUP))
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: Source):
+        super().__init__(shards, stored_tile, source)
         self._parts: dict[int, dict[str, Any]] = {}  # of what scales are made, by a shard's first row
-        self.stored = {
-            "weight": StoredTensor(self._load_halves),
-            "weight.absmax": StoredTensor(self.load_scales),
-            "weight.quant_map": StoredTensor(_check_table),
-            "weight.quant_state.bitsandbytes__nf4": StoredTensor(self._load_state),
-        }
-        if is_nested:
-            for name in ("absmax", "nested_absmax", "nested_quant_map"):
-                load = functools.partial(self._load_part, name=name)
-                self.stored[f"weight.{name}"] = StoredTensor(load)
 
-    def _load_halves(self, loaded: Any, shard: Shard) -> None:
+    def load_halves(self, loaded: Any, shard: Shard) -> None:
         """[out * in / 2, 1], the first code of a byte in its high half."""
         rows, inputs = shard.shape
         check(inputs % GROUP == 0, f"inputs must be a multiple of {GROUP}", inputs)
@@ -69,7 +76,7 @@ class NF4(ScaledWeight):
         part.place = shard.place
         self.load_codes(packed.view(-1, inputs // 2), part)
 
-    def _load_state(self, loaded: Any, shard: Shard) -> None:
+    def load_state(self, loaded: Any, shard: Shard) -> None:
         """JSON, of which only the offset is news."""
         check_stored(loaded, (min(MAX_STATE, math.prod(loaded.shape)),), {torch.uint8})
         state = json.loads(bytes(loaded[...].tolist()))
@@ -82,14 +89,17 @@ class NF4(ScaledWeight):
         check(is_number(offset, float), "nested_offset must be a number", offset)
         self._keep("offset", offset, shard)
 
-    def _load_part(self, loaded: Any, shard: Shard, name: str) -> None:
-        size, dtype = NESTED, torch.float32
-        if name == "absmax":
-            size, dtype = math.prod(shard.shape) // GROUP, torch.uint8
-        elif name == "nested_absmax":
-            size = cdiv(math.prod(shard.shape), GROUP * NESTED)
-        check_stored(loaded, (size,), {dtype})
-        self._keep(name, loaded[...], shard)
+    def load_absmax(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, (math.prod(shard.shape) // GROUP,), {torch.uint8})
+        self._keep("absmax", loaded[...], shard)
+
+    def load_nested_absmax(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, (cdiv(math.prod(shard.shape), GROUP * NESTED),), {torch.float32})
+        self._keep("nested_absmax", loaded[...], shard)
+
+    def load_nested_quant_map(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, (NESTED,), {torch.float32})
+        self._keep("nested_quant_map", loaded[...], shard)
 
     def _keep(self, name: str, value: Any, shard: Shard) -> None:
         parts = self._parts.setdefault(shard.place.start, {})
@@ -101,7 +111,6 @@ class NF4(ScaledWeight):
             check_finite(self._load_grid(self.scales, scales, shard))
             parts.clear()
 
-
-def _check_table(loaded: Any, shard: Shard) -> None:
-    check_stored(loaded, (len(TABLE),), {torch.float32})
-    check(torch.equal(loaded[...], TABLE), "must be the table of nf4", loaded[...])
+    def load_table(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, (len(TABLE),), {torch.float32})
+        check(torch.equal(loaded[...], TABLE), "must be the table of nf4", loaded[...])

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nanovllm.extensions.quantised.fp4 import GROUPS, MXFP4, NVFP4, Fp4
-from nanovllm.extensions.quantised.fp8 import BLOCK, Fp8
-from nanovllm.extensions.quantised.integers import PACKED, PLAIN, Int4, Int8
+import torch
+
+from nanovllm.extensions.quantised.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, Fp4
+from nanovllm.extensions.quantised.fp8 import AUTO_FP8, BLOCK, Fp8
+from nanovllm.extensions.quantised.integers import Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
+from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Source
 from nanovllm.extensions.quantised.scheme import (
     FLAGS,
     Format,
@@ -18,10 +21,31 @@ from nanovllm.extensions.quantised.scheme import (
 )
 from nanovllm.utils.validation import check
 
-FLOATS, NAIVE = "float-quantized", "naive-quantized"
-TYPES = {PACKED: ["int"], FLOATS: ["float"], PLAIN: ["int"], NAIVE: ["int", "float"]}
-TYPES |= {NVFP4: ["float"], MXFP4: ["float"]}
-STRATEGIES = {NVFP4: "tensor_group", MXFP4: "group"}  # of 4-bit floating point
+PACKS = {"weight_packed": "codes", "weight_scale": "scales", **IGNORED}
+OF_INTEGERS = {"weight_zero_point": "zeros", "weight_shape": "shape", "weight_g_idx": "order"}
+FLOATS = AUTO_FP8._replace(name="float-quantized", scale_dtypes=SCALES)
+INTEGERS = Source("int-quantized", FLOATS.tensors | {"weight_zero_point": "zeros"})
+PACKED = Source("pack-quantized", PACKS | OF_INTEGERS, torch.int32)
+NVFP4 = MODELOPT_NVFP4._replace(
+    name="nvfp4-pack-quantized", tensors=PACKS | {"weight_global_scale": "factor"}
+)
+MXFP4 = NVFP4._replace(
+    name="mxfp4-pack-quantized",
+    tensors=PACKS,
+    scale_dtypes={torch.uint8},
+    scales_of=lambda exponents: (exponents.float() - 127).exp2(),
+)
+# By the format and the type of numbers.
+SOURCES = {
+    "float-quantized": {"float": FLOATS},
+    "int-quantized": {"int": INTEGERS},
+    "naive-quantized": {"int": INTEGERS, "float": FLOATS},
+    "pack-quantized": {"int": PACKED},
+    "nvfp4-pack-quantized": {"float": NVFP4},
+    "mxfp4-pack-quantized": {"float": MXFP4},
+}
+# Of formats with 4-bit floating point.
+STRATEGIES = {NVFP4.name: ("tensor_group", NVFP4_GROUP), MXFP4.name: ("group", MXFP4_GROUP)}
 CLASS = "Linear"  # what transformers calls our layers
 
 
@@ -62,7 +86,7 @@ def _finder(field: str, targets: Iterable[str]) -> Callable[[str], str | None]:
 
 
 def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
-    format = choose({"format": group.get("format") or config.get("format")}, "format", TYPES)
+    format = choose({"format": group.get("format") or config.get("format")}, "format", SOURCES)
     weights = group.get("weights")
     check(isinstance(weights, dict), "weights must be an object", weights)
     try:
@@ -72,28 +96,28 @@ def _read_group(config: dict[str, Any], group: dict[str, Any]) -> Format:
 
 
 def _read_weights(format: str, weights: dict[str, Any]) -> Format:
-    kind = choose(weights, "type", TYPES[format], "int")
+    kind = choose(weights, "type", SOURCES[format], "int")
+    source = SOURCES[format][kind]
     refuse(weights, "dynamic")
     if format in STRATEGIES:
-        expected = {"num_bits": 4, "strategy": STRATEGIES[format], "group_size": GROUPS[format]}
-        for field, value in expected.items():
+        strategy, group = STRATEGIES[format]
+        for field, value in {"num_bits": 4, "strategy": strategy, "group_size": group}.items():
             choose(weights, field, [value])
         choose(weights, "symmetric", [True], True)
-        return Format(Fp4, {"source": format})
-    bits = choose(weights, "num_bits", [4, 8] if format == PACKED else [8], 8)
-    tiles = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 0)}
+        return Format(Fp4, {"stored_tile": (1, group), "source": source})
+    bits = choose(weights, "num_bits", [4, 8] if source is PACKED else [8], 8)
+    tiles = {"tensor": ONE_TILE, "channel": (1, 0), "group": (1, 0)}
     if kind == "float":
         tiles["block"] = tuple(BLOCK)
     strategy = choose(weights, "strategy", tiles)
     tile = (1, choose_group(weights)) if strategy == "group" else tiles[strategy]
     if strategy == "block":
         choose(weights, "block_structure", [BLOCK])
+    settings = {"stored_tile": tile, "source": source}
     orders = [None, False, "static", "weight", *(["group", "dynamic"] if bits == 4 else [])]
     order = choose(weights, "actorder", orders)
     is_symmetric = choose(weights, "symmetric", [True] if kind == "float" else FLAGS, True)
     if kind == "float":
-        return Format(Fp8, {"stored_tile": tile, "source": FLOATS})
-    source = PACKED if format == PACKED else PLAIN
-    settings = {"stored_tile": tile, "source": source, "is_symmetric": is_symmetric}
-    settings["has_order"] = order in ("group", "dynamic")
+        return Format(Fp8, settings)
+    settings |= {"is_symmetric": is_symmetric, "has_order": order in ("group", "dynamic")}
     return Format(Int8 if bits == 8 else Int4, settings)

@@ -21,18 +21,23 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     in_bricks,
     unpack,
 )
-from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, Packing, ScaledWeight, nearest
+from nanovllm.extensions.quantised.scaled import IGNORED, SMALLEST, ScaledWeight, Source, nearest
 from nanovllm.extensions.quantised.scheme import Format, Scheme, listed
 from nanovllm.kernels.runtime import gpu_properties
 from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
-NVFP4, MXFP4, MODELOPT = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "modelopt"
-GROUPS = {NVFP4: 16, MXFP4: 32, MODELOPT: 16}  # inputs that share a scale
-# What checkpoints call the codes, the matrix's factor, and what is not needed.
-NAMES = {MODELOPT: ("weight", "weight_scale_2", "input_scale")}
-OTHER_NAMES = "weight_packed", "weight_global_scale", "input_global_scale"
+NVFP4_GROUP, MXFP4_GROUP = 16, BLOCK  # inputs that share a scale
+MODELOPT_NVFP4 = Source(
+    "modelopt",
+    {"weight": "codes", "weight_scale": "scales", "weight_scale_2": "factor", **IGNORED},
+    word=torch.uint8,
+    scale_dtypes={torch.float8_e4m3fn},
+)
+# Of experts, as gpt-oss's own checkpoints and GGUF files have them.
+MXFP4 = Source("mxfp4", {"blocks": "blocks", "scales": "scales"}, word=torch.uint8)
+MXFP4_OF_GGUF = Source("gguf", {"weight": "blocks_of_gguf"})
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
 ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
@@ -41,35 +46,19 @@ class Fp4(ScaledWeight):
     """`weight` uint8 [out, in / 2], places in FP4_NUMBERS; `scales` times the matrix's factor."""
 
     code_dtype, kept_codes, table, finest_group = torch.uint8, ORDER, FP4_TABLE, HALF
-    packing = Packing(torch.uint8, 4)
-    lowest, highest = -6.0, 6.0
+    product_dtype, highest = torch.float32, 6.0
 
-    def __init__(self, shards: dict[Any, Shard], source: str):
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: Source):
         self.scale_dtype = torch.bfloat16 if torch.get_default_dtype() == torch.bfloat16 else torch.float32
-        super().__init__(shards, (1, GROUPS[source]))
-        self.product_dtype = torch.float32
-        self.source = source
+        super().__init__(shards, stored_tile, source)
         self.factors = torch.ones(self.shape[0], 1, dtype=torch.float32)
-        self.stored_scales = {torch.uint8 if source == MXFP4 else torch.float8_e4m3fn}
-        codes, factor, ignored = NAMES.get(source, OTHER_NAMES)
-        self.stored = {
-            codes: StoredTensor(self.load_codes),
-            "weight_scale": StoredTensor(self.load_scales),
-            ignored: IGNORED,
-        }
-        if source != MXFP4:
-            self.stored[factor] = StoredTensor(self._load_factor)
 
     def finish(self) -> None:
-        combine = torch.mul if self.source == MODELOPT else torch.div
+        combine = torch.mul if self.source is MODELOPT_NVFP4 else torch.div
         combine(self.scales.data, self.factors, out=self.scales.data)
         self.factors.fill_(1)
 
-    def read_scales(self, stored: Tensor) -> Tensor:
-        scales = stored.float()
-        return (scales - 127).exp2() if self.source == MXFP4 else scales
-
-    def _load_factor(self, loaded: Any, shard: Shard) -> None:
+    def load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})
         factor = float(loaded[...])
         check(0 < factor < torch.inf, "must hold a number above 0", factor)
@@ -78,7 +67,7 @@ class Fp4(ScaledWeight):
 
 def read_mxfp4(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
-    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {})
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {"source": MXFP4})
     return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
 
 
@@ -88,20 +77,14 @@ class Mxfp4(ScaledWeight):
     into bricks for activations of 16 bits, and `largest` is the largest scale of each row.
     """
 
-    code_dtype, scale_dtype = torch.uint8, torch.float8_e8m0fnu
-    lowest, highest = -6.0, 6.0
-    packing = Packing(torch.uint8, 4)
+    code_dtype, scale_dtype, product_dtype = torch.uint8, torch.float8_e8m0fnu, torch.float32
+    highest = 6.0
+    largest: Tensor | None = None
 
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards, (1, BLOCK))
-        self.product_dtype = torch.float32
-        self.largest: Tensor | None = None
+    def __init__(self, shards: dict[Any, Shard], source: Source):
+        super().__init__(shards, (1, MXFP4_GROUP), source)
         # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
-        self.stored = {
-            "blocks": StoredTensor(self._load_blocks),
-            "scales": StoredTensor(self.load_scales),
-        }
 
     @property
     def quantised(self) -> QuantisedWeight:
@@ -115,7 +98,7 @@ class Mxfp4(ScaledWeight):
             self.weight.data, self.scales.data = weight.codes, weight.scales
             self.largest = weight.largest
 
-    def _load_blocks(self, loaded: Tensor, shard: Shard) -> None:
+    def load_blocks(self, loaded: Tensor, shard: Shard) -> None:
         """[rows, groups, bytes of a group]."""
         rows, inputs = shard.shape
         check_stored(loaded, (rows, inputs // BLOCK, HALF), {torch.uint8})
@@ -134,20 +117,10 @@ class Mxfp4(ScaledWeight):
 
     def round(self, values: Tensor) -> Tensor:
         """To codes, not numbers."""
-        return nearest(values.abs(), E2M1[:8]) + 8 * (values < 0)
+        return nearest(values, E2M1)
 
-
-class Mxfp4Blocks(Mxfp4):
-    """
-    Of GGUF files, whose `weight` has blocks of a scale and the codes of 32 inputs: of a byte, the low half is
-    one of the first 16, the high half one of the others.
-    """
-
-    def __init__(self, shards: dict[Any, Shard]):
-        super().__init__(shards)
-        self.stored = {"weight": StoredTensor(self._load)}
-
-    def _load(self, loaded: Any, shard: Shard) -> None:
+    def load_blocks_of_gguf(self, loaded: Any, shard: Shard) -> None:
+        """Blocks of a scale and the codes of 32 inputs, the first 16 in the low halves of bytes."""
         check_stored(loaded, shard.shape)
         if not hasattr(loaded, "encoded"):
             raise ValueError("is MXFP4, which no adapter can change")

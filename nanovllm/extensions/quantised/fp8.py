@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from nanovllm.extensions.quantised.fp4 import GROUPS, MODELOPT, Fp4
-from nanovllm.extensions.quantised.kernels.fp8_linear import can_use_fp8
-from nanovllm.extensions.quantised.products import Fp8Product, example_row, gemv_products
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SCALES, Packing, ScaledWeight
+from nanovllm.extensions.quantised.fp4 import MODELOPT_NVFP4, NVFP4_GROUP, Fp4
+from nanovllm.extensions.quantised.scaled import FLOATS, IGNORED, ONE_TILE, SCALES, ScaledWeight, Source
 from nanovllm.extensions.quantised.scheme import Format, Scheme, choose, listed, names_in, same_for_all
-from nanovllm.layers.linear import Product, Shard
-from nanovllm.utils.loader import StoredTensor
+from nanovllm.layers.linear import Shard
 
-EXPONENTS = {torch.float8_e8m0fnu, *SCALES}
+CODES = {"weight": "codes", **IGNORED}
+# Scales of whatever dtype they are: products are rounded only once.
+FP8 = Source("fp8", CODES | {"weight_scale_inv": "scales"}, scale_dtypes={torch.float8_e8m0fnu, *SCALES})
+AUTO_FP8 = FP8._replace(name="AutoFP8", tensors=CODES | {"weight_scale": "scales"})
+MODELOPT = AUTO_FP8._replace(name="modelopt", has_flat_scales=True)
 BLOCK = [128, 128]
 MODELOPT_TILES = {"FP8": ONE_TILE, "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
 MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"  # what it says of activations is not needed
@@ -29,7 +30,7 @@ def read_fp8(config: dict[str, Any]) -> Scheme:
     choose(config, "scale_fmt", ["float", "ue8m0"], "float")
     block = choose(config, "weight_block_size", [None, BLOCK])
     # AutoFP8 has no such field, and another name for its scales.
-    source = "fp8" if "weight_block_size" in config else "AutoFP8"
+    source = FP8 if "weight_block_size" in config else AUTO_FP8
     format = Format(Fp8, {"stored_tile": tuple(block or ONE_TILE), "source": source})
     return same_for_all(format, listed(config, "modules_to_not_convert", "ignored_layers"))
 
@@ -41,8 +42,8 @@ def read_modelopt(config: dict[str, Any]) -> Scheme:
     choose({"quant_algo": algorithm}, "quant_algo", [*MODELOPT_TILES, *MODELOPT_FP4])
     ignored = {"ignore": [*map(_as_pattern, names_in(config, "ignore"))]}
     if algorithm in MODELOPT_FP4:
-        choose(config, "group_size", [GROUPS[MODELOPT]], GROUPS[MODELOPT])
-        format = Format(Fp4, {"source": MODELOPT})
+        choose(config, "group_size", [NVFP4_GROUP], NVFP4_GROUP)
+        format = Format(Fp4, {"stored_tile": (1, NVFP4_GROUP), "source": MODELOPT_NVFP4})
     else:
         format = Format(Fp8, {"stored_tile": MODELOPT_TILES[algorithm], "source": MODELOPT})
     return same_for_all(format, listed(ignored, "ignore"))
@@ -57,41 +58,15 @@ def _as_pattern(name: str) -> str:
 
 def make_fp8() -> Scheme:
     """A scale for each row of each rank's part."""
-    return same_for_all(Format(Fp8, {"stored_tile": (1, 0), "source": "floats"}))
+    return same_for_all(Format(Fp8, {"stored_tile": (1, 0), "source": FLOATS}))
 
 
 class Fp8(ScaledWeight):
     """`weight` float8_e4m3fn [out, in], `scales` float32."""
 
-    code_dtype, highest = torch.float8_e4m3fn, 448.0
-    packing = Packing(torch.float8_e4m3fn, 8)
+    code_dtype, lowest, highest = torch.float8_e4m3fn, -448.0, 448.0
 
-    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: str):
-        super().__init__(shards, stored_tile)
-        if source == "floats":
-            return
-        self.stored = {"weight": StoredTensor(self._load_weight)}
-        # The last three are of keys and values.
-        names = "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"
-        self.stored |= dict.fromkeys(names, IGNORED)
-        name = "weight_scale_inv" if source == "fp8" else "weight_scale"
-        self.stored[name] = StoredTensor(self.load_scales)
-        self.has_flat_scales = source == MODELOPT
-        if source in ("fp8", "AutoFP8", MODELOPT):
-            self.stored_scales = EXPONENTS  # of whatever dtype they are, products are rounded only once
-
-    def _load_weight(self, loaded: Any, shard: Shard) -> None:
-        self.load_codes(loaded, shard)
+    def load_codes(self, loaded: Any, shard: Shard) -> None:
+        super().load_codes(loaded, shard)
         if ((self.weight.data[shard.place].view(torch.uint8) & 0x7F) == 0x7F).any():
             raise ValueError("holds NaN")
-
-    def products(self, layer: Any) -> list[Product]:
-        """In 8 bits beside a residual stream, where the norm or the activation quantises."""
-        weight = self.quantised
-        gemv = gemv_products(weight, self.dtype, self.make_gemv)
-        if layer.hidden_size is None or not can_use_fp8(example_row(weight, self.dtype), weight):
-            return gemv
-        return [*gemv, Fp8Product(weight)]
-
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clamp_(-self.highest, self.highest)

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.quantised.fp4 import Mxfp4Blocks
+from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, Mxfp4
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
-from nanovllm.extensions.quantised.products import codes_products, gemv_products
+from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme
 from nanovllm.kernels import runtime
@@ -59,7 +59,7 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
         has_room = 4 * config.get("num_weights", 0) <= host_memory() // 2
     format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
-    experts = Format(Mxfp4Blocks, {}) if config.get("has_mxfp4_experts") else others
+    experts = Format(Mxfp4, {"source": MXFP4_OF_GGUF}) if config.get("has_mxfp4_experts") else others
     return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
 
 
@@ -79,7 +79,7 @@ class GGUF(Weight):
     keeps_weight a CPU has it in bfloat16, too. There are no `parameters` as long as shards are missing.
     """
 
-    make_gemv = None  # see `gemv_products`
+    make_gemv = None  # see `fast_products`
     library: Any = None  # `pack` and `multiply` of weights in floats, as those have it that are not quantised
     is_stacked = False  # whether parts of it are multiplied, not the whole
 
@@ -102,8 +102,7 @@ class GGUF(Weight):
     def products(self, layer: Any) -> list[Product]:
         if [type(run) for run in self.runs] != [KernelCodes]:
             return []
-        weight = self.runs[0].weight
-        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
+        return fast_products(self.runs[0].weight, layer, self.dtype, self.make_gemv)
 
     @property
     def quantised(self) -> Any:

@@ -4,8 +4,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.extensions.quantised.integers import AWQ, FLOATS, GPTQ, Int4, Int8
+import torch
+
+from nanovllm.extensions.quantised.integers import Int4, Int8
 from nanovllm.extensions.quantised.patterns import pattern
+from nanovllm.extensions.quantised.scaled import FLOATS, Source
 from nanovllm.extensions.quantised.scheme import (
     FLAGS,
     MAX_PATTERNS,
@@ -20,6 +23,10 @@ from nanovllm.extensions.quantised.scheme import (
 )
 from nanovllm.utils.validation import check, shown
 
+MATRICES = {"qweight": "codes", "scales": "scales", "qzeros": "zeros"}
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an integer
+AWQ = Source("awq", MATRICES, torch.int32, order=AWQ_ORDER, turn=-1)
+GPTQ = Source("gptq", MATRICES | {"g_idx": "order", "bias": "no_bias"}, torch.int32, axis=0, turn=-1)
 MADE_GROUP = 32  # of inputs, where the weights are quantised here
 
 
@@ -28,13 +35,14 @@ def read_gptq(config: dict[str, Any]) -> Scheme:
     kind = {4: Int4, 8: Int8}[choose(config, "bits", [4, 8])]
     is_auto_round = config["quant_method"] == "auto-round"
     choose(config, "packing_format", ["auto_round:auto_gptq"] if is_auto_round else [None])
-    has_order = choose(config, "desc_act", FLAGS, False)
-    settings = {"stored_tile": (1, choose_group(config)), "source": GPTQ}
-    settings["is_symmetric"] = choose(config, "sym", FLAGS, True)
-    settings["has_order"] = has_order
     # Version 1, which AutoRound writes too, holds zero points less 1.
     version = choose(config, "checkpoint_format", ["gptq", "gptq_v2"], "gptq")
-    settings["added_to_zeros"] = 1 if version == "gptq" else 0
+    settings = {
+        "stored_tile": (1, choose_group(config)),
+        "source": GPTQ._replace(added_to_zeros=1 if version == "gptq" else 0),
+        "is_symmetric": choose(config, "sym", FLAGS, True),
+        "has_order": choose(config, "desc_act", FLAGS, False),
+    }
     refuse(config, "lm_head", "is_marlin_format")
     return same_for_all(Format(kind, settings), _exceptions(config))
 

@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extensions.quantised.scaled import IGNORED, ONE_TILE, SMALLEST, Packing, ScaledWeight
+from nanovllm.extensions.quantised.scaled import ONE_TILE, OPTIONAL, SMALLEST, ScaledWeight, Source
 from nanovllm.layers.linear import Product, Shard
-from nanovllm.utils.loader import StoredTensor, check_stored
+from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
-# Where the integers come from: the formats of compressed-tensors, others, and weights in floating point.
-PLAIN, PACKED, GPTQ, AWQ, FLOATS = "int-quantized", "pack-quantized", "gptq", "awq", "floats"
-BITSANDBYTES = "bitsandbytes"
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has each of eight outputs in an int32
 WHOLE = slice(None), slice(None)
 SHRINKS = [1.0, 0.95, 0.9, 0.85, 0.8]  # scales that are tried: large weights may be cut off for the others
 
@@ -30,53 +26,26 @@ class Integers(ScaledWeight):
     not neighbours, input i of the weight is input `order[i]` of x.
     """
 
-    bits: int
-
     def __init__(
         self,
         shards: dict[Any, Shard],
         stored_tile: tuple[int, int],
-        source: str,
+        source: Source,
         is_symmetric: bool = True,
         has_order: bool = False,
-        added_to_zeros: int = 0,
     ):
-        super().__init__(shards, stored_tile)
-        self.source, self.added_to_zeros = source, added_to_zeros
-        if source == BITSANDBYTES:
-            self.stored_scales, self.has_flat_scales = {torch.float32}, True
-        if not is_symmetric:
+        if not has_order:
+            self.optional = OPTIONAL | {"order"}
+        super().__init__(shards, stored_tile, source)
+        if is_symmetric:
+            self.stored.pop("weight_zero_point", None)
+        else:
             self.zeros = self._parameter("zeros", *self.scales.shape, dtype=self.code_dtype)
         self.order: Tensor | None = None
         if has_order:
             self.order = self._parameter("order", self.shape[1], dtype=torch.int64)
             self.order.data.copy_(torch.arange(self.shape[1]))
         self._found_order: Tensor | None = None
-        codes, scales = StoredTensor(self.load_codes), StoredTensor(self.load_scales)
-        zeros, order = StoredTensor(self._load_zeros), StoredTensor(self._load_order, not has_order)
-        awq = {"qweight": codes, "scales": scales, "qzeros": zeros}
-        plain = {"weight_scale": scales, "input_scale": IGNORED, "input_zero_point": IGNORED}
-        if not is_symmetric:
-            plain["weight_zero_point"] = zeros
-        shape = StoredTensor(_check_shape, True)
-        self.stored = {
-            FLOATS: self.stored,
-            BITSANDBYTES: {
-                "weight": codes,
-                "SCB": scales,
-                "weight_format": StoredTensor(_check_layout, True),
-            },
-            AWQ: awq,
-            GPTQ: awq | {"g_idx": order, "bias": StoredTensor(_check_zeros, True)},
-            PLAIN: plain | {"weight": codes},
-            PACKED: plain | {"weight_packed": codes, "weight_shape": shape, "weight_g_idx": order},
-        }[source]
-        words = Packing(torch.int32, self.bits)
-        self.packing = {
-            PACKED: words,
-            GPTQ: words._replace(axis=0, turn=-1),
-            AWQ: words._replace(order=AWQ_ORDER, turn=-1),
-        }.get(source, Packing(torch.int8, self.bits))
 
     # Products
 
@@ -90,19 +59,14 @@ class Integers(ScaledWeight):
 
     # Loading
 
-    def read_scales(self, stored: Tensor) -> Tensor:
-        """bitsandbytes stores a row's largest number, for which 127 stands."""
-        return stored / self.highest if self.source == BITSANDBYTES else stored
-
-    def _load_zeros(self, loaded: Any, shard: Shard) -> None:
-        if self.source == PLAIN or self.stored_tile == ONE_TILE:
+    def load_zeros(self, loaded: Any, shard: Shard) -> None:
+        if self.source.word is None or self.stored_tile == ONE_TILE:
             self._check_grid(loaded, shard, {torch.int8})
             zeros = loaded[...] + self.zero_point
-        else:
-            packing = self.packing._replace(axis=int(self.packing.turn < 0))
-            zeros = packing.read(loaded, self._stored_grid(shard), WHOLE, self.weight.device)
-        if self.added_to_zeros:
-            zeros = zeros + self.added_to_zeros  # those of 8 bits wrap by themselves
+        else:  # packed along the other axis, but for AWQ
+            zeros = self.read_codes(loaded, self._stored_grid(shard), WHOLE, int(self.source.turn < 0))
+        if self.source.added_to_zeros:
+            zeros = zeros + self.source.added_to_zeros  # those of 8 bits wrap by themselves
             if self.bits == 4:
                 zeros = zeros & 15
         if self.zeros is not None:
@@ -110,7 +74,7 @@ class Integers(ScaledWeight):
         elif (zeros != self.zero_point).any():
             raise ValueError(f"holds zero points other than {self.zero_point} in a symmetric weight")
 
-    def _load_order(self, loaded: Any, shard: Shard) -> None:
+    def load_order(self, loaded: Any, shard: Shard) -> None:
         """From the group of each input. Where they are no neighbours, inputs are put in the groups' order."""
         width = shard.shape[1]
         group = self.stored_tile[1] or width
@@ -128,6 +92,22 @@ class Integers(ScaledWeight):
             raise ValueError("puts inputs in another order than a part of the same matrix")
         self._found_order = order
 
+    def load_shape(self, loaded: Any, shard: Shard) -> None:
+        """Says again what the model's configuration says."""
+        check_stored(loaded, (2,), {torch.int64, torch.int32})
+        if tuple(loaded[:].tolist()) != shard.shape:
+            raise ValueError(f"holds {loaded[:].tolist()}, expected {list(shard.shape)}")
+
+    def load_row_order(self, loaded: Any, shard: Shard) -> None:
+        check_stored(loaded, (), {torch.uint8})
+        check(not loaded[...], "must be 0, for codes row by row", loaded[...])
+
+    def load_no_bias(self, loaded: Any, shard: Shard) -> None:
+        """Some programs write a bias where the model has none."""
+        check_stored(loaded, shard.shape[:1])
+        if loaded[:].any():
+            raise ValueError("is a bias, which the model does not have")
+
     def finish(self) -> None:
         """Put the inputs in the groups' order."""
         if self.order is None or self._found_order is None:
@@ -140,7 +120,7 @@ class Integers(ScaledWeight):
 class Int8(Integers):
     """`weight` int8 [out, in], `scales` float32."""
 
-    bits, code_dtype = 8, torch.int8
+    code_dtype = torch.int8
     lowest, highest = -128.0, 127.0
 
 
@@ -150,8 +130,7 @@ class Int4(Integers):
     checkpoint's. The zero point of a symmetric weight is 8.
     """
 
-    bits, code_dtype = 4, torch.uint8
-    scale_dtype = None
+    code_dtype, scale_dtype = torch.uint8, None
     lowest, highest = -8.0, 7.0
     zero_point = 8
 
@@ -166,22 +145,3 @@ class Int4(Integers):
             error = (self.round(tiles / scales) * scales - tiles).square_().sum((1, 3), keepdim=True)
             best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
         return best
-
-
-def _check_shape(loaded: Any, shard: Shard) -> None:
-    """Of `weight_shape`, which says again what the model's configuration says."""
-    check_stored(loaded, (2,), {torch.int64, torch.int32})
-    if tuple(loaded[:].tolist()) != shard.shape:
-        raise ValueError(f"holds {loaded[:].tolist()}, expected {list(shard.shape)}")
-
-
-def _check_layout(loaded: Any, shard: Shard) -> None:
-    check_stored(loaded, (), {torch.uint8})
-    check(not loaded[...], "must be 0, for codes row by row", loaded[...])
-
-
-def _check_zeros(loaded: Any, shard: Shard) -> None:
-    """Of a bias, which some programs write where the model has none."""
-    check_stored(loaded, shard.shape[:1])
-    if loaded[:].any():
-        raise ValueError("is a bias, which the model does not have")

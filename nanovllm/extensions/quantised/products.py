@@ -17,9 +17,9 @@ from torch import Tensor
 from nanovllm.extensions.quantised.kernels.fp8_linear import (
     QuantisedRows,
     Unscaled,
-    activate_and_permute,
-    add_rms_norm_quantise,
+    can_use_fp8,
     fp8_linear,
+    prepare_rows,
     quantise,
 )
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
@@ -66,11 +66,11 @@ def _normalise(
     stream: Stream, scale_group: int | None, keep: bool, per_byte: int = 0
 ) -> QuantisedRows | None:
     """The addition if there is one, the norm, and unless scale_group is None its codes, by one kernel."""
-    inputs, pending_add = (stream.x, None), getattr(stream, "pending_add", None)
-    if pending_add is not None:
-        inputs, stream.pending_add = (pending_add, stream.x), None
-    norm = stream.norm.weight, stream.norm.eps
-    rows, stream.x, stream.normed = add_rms_norm_quantise(*inputs, *norm, scale_group, keep, per_byte)
+    x, residual = stream.x, None
+    if (pending_add := getattr(stream, "pending_add", None)) is not None:
+        x, residual, stream.pending_add = pending_add, stream.x, None
+    norm = dict(residual=residual, weight=stream.norm.weight, eps=stream.norm.eps)
+    rows, stream.x, stream.normed = prepare_rows(x, scale_group, keep, per_byte, **norm)
     return rows
 
 
@@ -102,87 +102,78 @@ class Gates(NamedTuple):
         """[tokens, width]."""
         return silu_and_mul(Unscaled.of(self.product).scaled())
 
-    def quantised(self, scale_group: int) -> QuantisedRows:
-        """The same with a scale for so many of its numbers, or, if that is 0, for each row."""
-        return quantise(self.product, scale_group, gated=True)
 
-    def permuted(self, per_byte: int) -> Tensor:
-        """The same with its columns permuted for a weight that has so many codes in a byte."""
-        return activate_and_permute(self.product, per_byte)
-
-
-class Fp8Product(Product):
-    """In 8 bits, for rows that are quantised as the weight is."""
+class PreparedProduct(Product):
+    """Of rows that are `prepared` for it by what computes them: the norm, or the activation."""
 
     def __init__(self, weight: QuantisedWeight):
         self.weight = weight
 
     def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
-        rows = self._quantised(x)
-        return self._multiply(rows, bias, gated)
+        return self._multiply(self.prepared(x), bias, gated)
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
-        rows = quantised_rows(stream, self.weight.group)
-        return self._multiply(rows, bias, gated)
+        return self._multiply(self.normed(stream), bias, gated)
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        rows = self._quantised(x)
-        y = fp8_linear(rows, self.weight, bias, leave_scales=True)
+        y = self.multiply_rows(self.prepared(x), bias, leave_scales=True)
         return PendingAdd(stream.residual(), next_norm, pending_add=y)
 
-    def _quantised(self, x: Any) -> QuantisedRows:
-        if isinstance(x, Gates):
-            return x.quantised(self.weight.group)
-        return quantise(activated(x), self.weight.group)
-
-    def _multiply(self, rows: QuantisedRows, bias: Tensor | None, gated: bool) -> Tensor | Gates:
-        y = fp8_linear(rows, self.weight, bias, leave_scales=gated)
+    def _multiply(self, rows: Any, bias: Tensor | None, gated: bool) -> Tensor | Gates:
+        y = self.multiply_rows(rows, bias, leave_scales=gated)
         return Gates(y) if gated else y
 
 
-class CodesProduct(Product):
-    """Of codes that become bfloat16, for rows whose columns are permuted by what computes them."""
+class Fp8Product(PreparedProduct):
+    """In 8 bits, for rows that are quantised as the weight is."""
 
-    def __init__(self, weight: QuantisedWeight):
-        self.weight, self.per_byte = weight, weight.codes_per_byte
+    def prepared(self, x: Any) -> QuantisedRows:
+        if isinstance(x, Gates):
+            return quantise(x.product, self.weight.group, gated=True)
+        return quantise(activated(x), self.weight.group)
+
+    def normed(self, stream: Stream) -> QuantisedRows:
+        return quantised_rows(stream, self.weight.group)
+
+    def multiply_rows(
+        self, rows: QuantisedRows, bias: Tensor | None, leave_scales: bool
+    ) -> Tensor | Unscaled:
+        return fp8_linear(rows, self.weight, bias, leave_scales)
+
+
+class CodesProduct(PreparedProduct):
+    """Of codes that become bfloat16, for rows whose columns are permuted."""
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return 0 < rows <= MAX_ROWS
 
-    def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
+    def prepared(self, x: Any) -> Tensor:
         if isinstance(x, Gates):
-            return self._multiply(x.permuted(self.per_byte), bias, gated)
-        return self._multiply(permute_k(activated(x), self.per_byte), bias, gated)
+            return prepare_rows(x.product, None, True, self.weight.codes_per_byte, gated=True)[2]
+        return permute_k(activated(x), self.weight.codes_per_byte)
 
-    def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor | Gates:
-        return self._multiply(permuted_rows(stream, self.per_byte), bias, gated)
+    def normed(self, stream: Stream) -> Tensor:
+        return permuted_rows(stream, self.weight.codes_per_byte)
 
-    def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        return PendingAdd(stream.residual(), next_norm, pending_add=self.linear(x, bias))
-
-    def _multiply(self, rows: Tensor, bias: Tensor | None, gated: bool) -> Tensor | Gates:
-        y = linear_codes(rows, self.weight, bias)
-        return Gates(y) if gated else y
+    def multiply_rows(self, rows: Tensor, bias: Tensor | None, leave_scales: bool) -> Tensor:
+        return linear_codes(rows, self.weight, bias)
 
 
-def gemv_products(
-    weight: QuantisedWeight, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
+def fast_products(
+    weight: QuantisedWeight, layer: Any, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
 ) -> list[Product]:
     """
-    The product for a row or two, if this device has it for inputs of this dtype. `make_gemv` makes it of what
+    What this device has for inputs of this dtype: for a row or two, and for more; in 8 bits beside a residual
+    stream alone, where the norm or the activation quantises. `make_gemv` makes the first one of what
     multiplies, as for dense weights; None if there is none for these either.
     """
-    if make_gemv is None or not can_use_quantised_matvec(example_row(weight, dtype), weight):
-        return []
-    return [make_gemv(functools.partial(quantised_matvec, weight=weight))]
-
-
-def codes_products(weight: QuantisedWeight, dtype: torch.dtype) -> list[Product]:
-    """The product for up to MAX_ROWS rows, if this device has it for inputs of this dtype."""
-    fits = weight.shape[1] % PADDING == 0 and can_use_linear_codes(example_row(weight, dtype), weight)
-    return [CodesProduct(weight)] if fits else []
-
-
-def example_row(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    """A row as the weight will be multiplied with."""
-    return torch.empty(1, 1, dtype=dtype, device=weight.codes.device).expand(1, weight.shape[1])
+    found: list[Product] = []
+    row = torch.empty(1, 1, dtype=dtype, device=weight.codes.device).expand(1, weight.shape[1])
+    if make_gemv is not None and can_use_quantised_matvec(row, weight):
+        found.append(make_gemv(functools.partial(quantised_matvec, weight=weight)))
+    if weight.is_fp8:
+        if layer.hidden_size is not None and can_use_fp8(row, weight):
+            found.append(Fp8Product(weight))
+    elif weight.shape[1] % PADDING == 0 and can_use_linear_codes(row, weight):
+        found.append(CodesProduct(weight))
+    return found

@@ -6,7 +6,7 @@ every cut, so that each of them lies in one of the checkpoint's.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     dequantise_torch,
     pack,
 )
-from nanovllm.extensions.quantised.products import codes_products, gemv_products
+from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.kernels.runtime import cdiv, use_triton
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
@@ -34,52 +34,34 @@ ONE_TILE = 0, 0  # a checkpoint's tile, which has all rows and columns
 SMALLEST = 1e-7  # scale: tiles of zeros must not have 0, in float16 either
 SCALES = {torch.float32, torch.bfloat16, torch.float16}
 SIGN = 0x80
-# What a checkpoint says of activations is not needed.
-IGNORED = StoredTensor(lambda loaded, shard: None, True)
+# What checkpoints say of activations, of keys and of values is not needed.
+IGNORED = "input_scale input_zero_point input_global_scale activation_scale output_scale k_scale v_scale"
+IGNORED = dict.fromkeys(IGNORED.split(), "ignored")
+OPTIONAL = {"ignored", "shape", "no_bias", "row_order"}  # among `Source.tensors`
 
 
-class Packing(NamedTuple):
+class Source(NamedTuple):
     """
-    Codes of so many bits in integers of this dtype, which hold neighbours along an axis of the matrix. Where
-    they have another `order` it says from which place each of them comes. `turn` is -1 if the matrix has its
-    inputs first, else 1.
+    How one kind of checkpoint stores a matrix: by the names of its tensors, which `load_...` of the weight
+    takes each. Where integers hold several codes, these are neighbours along an axis of the matrix.
     """
 
-    dtype: torch.dtype
-    bits: int
+    name: str
+    tensors: dict[str, str]
+    word: torch.dtype | None = None  # of integers with several codes; None: each code is a number
     axis: int = 1
-    order: Sequence[int] | slice = slice(None)
-    is_high_first: bool = False  # of a byte with two codes
-    turn: int = 1
+    order: Sequence[int] | slice = slice(None)  # from which place in its integer each code comes
+    turn: int = 1  # -1 if the matrix has its inputs first
+    added_to_zeros: int = 0
+    scale_dtypes: set[torch.dtype] = SCALES
+    has_flat_scales: bool = False  # of one dimension
+    scales_of: Callable[[Tensor], Tensor] = lambda stored: stored  # what stored ones mean
 
-    def read(
-        self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, ...], device: torch.device
-    ) -> Tensor:
-        """
-        A cut of a matrix of codes of this shape. Several in an integer become uint8, of 8 bits int8: there
-        the middle of their range stands for 0. Only the integers of the cut are read.
-        """
-        size = 8 * self.dtype.itemsize // self.bits
-        start, stop, _ = cut[self.axis].indices(shape[self.axis])
-        stored, place = [*shape], [*cut]
-        stored[self.axis] = cdiv(shape[self.axis], size)
-        place[self.axis] = slice(start // size, cdiv(stop, size))
-        check_stored(loaded, tuple(stored), {self.dtype})
-        words = loaded[tuple(place)]
-        if size == 1:
-            return words
-        words = words.to(device).movedim(self.axis, 1)
-        # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
-        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        if self.bits == 4:
-            low, high = codes & 15, codes >> 4
-            halves = (high, low) if self.is_high_first else (low, high)
-            codes = torch.stack(halves, dim=-1).flatten(1)
-        else:
-            codes = (codes ^ SIGN).view(torch.int8)
-        codes = codes.unflatten(1, (-1, size))[:, :, self.order].flatten(1)
-        first = start % size
-        return codes[:, first : first + stop - start].movedim(1, self.axis)
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOATS = Source("floats", {"weight": "floats"})  # which are quantised here
 
 
 def multiply_by_kernels(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
@@ -96,44 +78,44 @@ class ScaledWeight(Weight):
     product is rounded to `product_dtype`, as the libraries do that the checkpoints come from.
 
     Subclasses say of codes the dtype that holds them (uint8: two of 4 bits), and the range `lowest` to
-    `highest`; and in `stored` the checkpoint's tensors by name.
+    `highest`. `stored` has the checkpoint's tensors by name.
     """
 
     code_dtype: torch.dtype
     scale_dtype: torch.dtype | None = torch.float32  # None: the checkpoint's
+    product_dtype: torch.dtype | None = None  # None, as long as no scales are loaded: that of scales
     lowest: float
     highest: float
-    make_gemv = None  # see `gemv_products`
+    make_gemv = None  # see `fast_products`
     zero_point = 0  # where there are no `zeros`
     table = 0  # see `QuantisedWeight`
+    kept_codes: Tensor | None = None  # what is kept for each code of a checkpoint, if not itself
     finest_group = 0  # inputs that kernels want a scale for, if checkpoints have one for more
-    # Of checkpoints: how codes are packed, and what is kept for each, if not itself; the dtypes of scales,
-    # and whether these have one dimension.
-    packing: Packing
-    kept_codes: Tensor | None = None
-    stored_scales = SCALES
-    has_flat_scales = False
+    optional = OPTIONAL
 
-    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int]):
+    def __init__(self, shards: dict[Any, Shard], stored_tile: tuple[int, int], source: Source):
         """`stored_tile`: rows and columns of the checkpoint's tiles; 0 is all that there are."""
         super().__init__(shards)
         self.dtype = torch.get_default_dtype()  # of what it is multiplied with
         self.parameters = {}
-        self.stored_tile = stored_tile
+        self.stored_tile, self.source = stored_tile, source
         parts, (height, width) = shards.values(), self.shape
         cuts = [cut.start for part in parts for cut in (part.place, part.rows)]
         rows = math.gcd(stored_tile[0], *cuts) or height
         columns = math.gcd(stored_tile[1], self.finest_group, *(part.columns.start for part in parts))
         columns = min(columns, width) or width
         self.tile = (1 if columns == width else rows), columns  # a scale a row costs next to nothing
-        self.product_dtype = None  # as long as no scales are loaded
         grid = cdiv(height, self.tile[0]), cdiv(width, columns)
         self.scales = self._parameter("scales", *grid, dtype=self.scale_dtype or self.dtype)
         self.zeros = None
-        if self.code_dtype == torch.uint8:
+        self.bits = 4 if self.code_dtype == torch.uint8 else 8
+        if self.bits == 4:
             width = cdiv(width, BLOCK) * HALF
         self.weight = self._parameter("weight", height, width, dtype=self.code_dtype)
-        self.stored = {"weight": StoredTensor(self.load_floats)}
+        self.stored = {
+            name: StoredTensor(getattr(self, f"load_{part}"), part in self.optional)
+            for name, part in source.tensors.items()
+        }
 
     def _parameter(self, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
         param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
@@ -169,8 +151,7 @@ class ScaledWeight(Weight):
         return torch.cat(outputs, dim=-1)
 
     def products(self, layer: Any) -> list[Product]:
-        weight = self.quantised
-        return gemv_products(weight, self.dtype, self.make_gemv) + codes_products(weight, self.dtype)
+        return fast_products(self.quantised, layer, self.dtype, self.make_gemv)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""
@@ -181,13 +162,42 @@ class ScaledWeight(Weight):
 
     # Loading
 
+    def load_ignored(self, loaded: Any, shard: Shard) -> None:
+        """Not needed."""
+
     def load_codes(self, loaded: Any, shard: Shard) -> None:
-        cut, turn = (shard.rows, shard.columns), self.packing.turn
-        codes = self.packing.read(loaded, shard.shape[::turn], cut[::turn], self.weight.device)
-        codes = self._turned(codes)
+        turn = self.source.turn
+        cut = (shard.rows, shard.columns)[::turn]
+        codes = self._turned(self.read_codes(loaded, shard.shape[::turn], cut, self.source.axis))
         if self.kept_codes is not None:
             codes = self.kept_codes.to(codes.device)[codes.int()]
         self.set_codes(shard.place, codes)
+
+    def read_codes(self, loaded: Any, shape: tuple[int, ...], cut: tuple[slice, ...], axis: int) -> Tensor:
+        """
+        A cut of a matrix of codes of this shape. Several in an integer become uint8, of 8 bits int8: there
+        the middle of their range stands for 0. Only the integers of the cut are read.
+        """
+        word = self.source.word
+        if word is None:
+            check_stored(loaded, shape, {self.code_dtype})
+            return loaded[cut]
+        size = 8 * word.itemsize // self.bits
+        start, stop, _ = cut[axis].indices(shape[axis])
+        stored, place = [*shape], [*cut]
+        stored[axis] = cdiv(shape[axis], size)
+        place[axis] = slice(start // size, cdiv(stop, size))
+        check_stored(loaded, tuple(stored), {word})
+        words = loaded[tuple(place)].to(self.weight.device).movedim(axis, 1)
+        # Not contiguous(), which leaves the strides of a single column as they are; `view` wants 1.
+        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        else:
+            codes = (codes ^ SIGN).view(torch.int8)
+        codes = codes.unflatten(1, (-1, size))[:, :, self.source.order].flatten(1)
+        first = start % size
+        return codes[:, first : first + stop - start].movedim(1, axis)
 
     def set_codes(self, rows: slice, codes: Tensor) -> None:
         """Store the codes of these rows, [rows, in]."""
@@ -195,8 +205,10 @@ class ScaledWeight(Weight):
         self.weight.data[rows] = pack(codes) if self.code_dtype == torch.uint8 else codes
 
     def load_scales(self, loaded: Any, shard: Shard) -> None:
-        self._check_grid(loaded, shard, self.stored_scales)
-        if self.stored_scales is SCALES:  # products are rounded to their dtype: one matrix cannot have two
+        self._check_grid(loaded, shard, self.source.scale_dtypes)
+        if (
+            self.source.scale_dtypes is SCALES
+        ):  # products are rounded to their dtype: one matrix cannot have two
             if self.product_dtype not in (None, loaded.dtype):
                 raise ValueError(
                     f"dtype {loaded.dtype}, but a part of the same matrix has {self.product_dtype}"
@@ -204,11 +216,7 @@ class ScaledWeight(Weight):
             self.product_dtype = loaded.dtype
             if self.scale_dtype is None:
                 self.scales.data = self.scales.data.to(loaded.dtype)
-        check_finite(self._load_grid(self.scales, self.read_scales(loaded[...]), shard))
-
-    def read_scales(self, stored: Tensor) -> Tensor:
-        """What a checkpoint's scales mean."""
-        return stored
+        check_finite(self._load_grid(self.scales, self.source.scales_of(loaded[...]), shard))
 
     def _check_grid(self, loaded: Any, shard: Shard, dtypes: set) -> None:
         height, width = self.stored_tile
@@ -217,17 +225,17 @@ class ScaledWeight(Weight):
         grid = self._stored_grid(shard)
         if grid == (1, 1) and tuple(loaded.shape) in ((), (1,)):
             grid = tuple(loaded.shape)
-        elif self.has_flat_scales:
+        elif self.source.has_flat_scales:
             grid = (math.prod(grid),)
         check_stored(loaded, grid, dtypes)
 
     def _stored_grid(self, shard: Shard) -> tuple[int, ...]:
         pairs = zip(shard.shape, self.stored_tile, strict=True)
         grid = tuple(cdiv(size, tile or size) for size, tile in pairs)
-        return grid[:: self.packing.turn]
+        return grid[:: self.source.turn]
 
     def _turned(self, matrix: Tensor) -> Tensor:
-        return matrix if self.packing.turn == 1 else matrix.t()
+        return matrix if self.source.turn == 1 else matrix.t()
 
     def _load_grid(self, target: Tensor, loaded: Tensor, shard: Shard) -> Tensor:
         """
@@ -286,7 +294,9 @@ class ScaledWeight(Weight):
         """To codes."""
         if self.table:
             return nearest(values, TABLES[self.table])
-        return values.round_().clamp_(self.lowest, self.highest)
+        if not self.code_dtype.is_floating_point:
+            values.round_()
+        return values.clamp_(self.lowest, self.highest)
 
 
 def nearest(values: Tensor, numbers: list[float]) -> Tensor:

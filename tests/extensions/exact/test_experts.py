@@ -18,6 +18,7 @@ from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.quantised.assignment import set_weight
 from nanovllm.extensions.quantised.fp8 import Fp8
+from nanovllm.extensions.quantised.scaled import FLOATS
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import RowParallelLinear
@@ -120,7 +121,7 @@ def test_on_a_gpu_fp8_products_give_a_row_the_same_bits_among_any_number(shape):
     device = torch.device("cuda")
     with torch_defaults(torch.bfloat16, device):
         layer = torch.nn.ModuleList([RowParallelLinear(shape[1], shape[0])])
-        set_weight(layer[0], Fp8(layer[0].shards, (1, 0), "floats"))
+        set_weight(layer[0], Fp8(layer[0].shards, (1, 0), FLOATS))
     exact_parts.use_exact(layer, moe, Fp8)
     layer[0].matrix.fill(torch.randn(shape, device=device))
     layer[0].finish()

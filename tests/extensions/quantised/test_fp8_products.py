@@ -12,11 +12,12 @@ from extension_kernels import fused_linear_torch, gemv_torch
 
 from nanovllm.extensions.products import products as dense_products
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
-from nanovllm.extensions.quantised import fp8
+from nanovllm.extensions.quantised import products as products_module
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.fp8 import Fp8
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
 from nanovllm.extensions.quantised.products import Fp8Product, PendingAdd, quantised_rows
+from nanovllm.extensions.quantised.scaled import FLOATS
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import (
     DenseWeight,
@@ -50,14 +51,14 @@ def products(monkeypatch) -> list[str]:
         return ((x @ weight) * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
-    monkeypatch.setattr(fp8, "can_use_fp8", lambda x, weight: True)
+    monkeypatch.setattr(products_module, "can_use_fp8", lambda x, weight: True)
     monkeypatch.setattr(dense_products, "fused_linear", fused_linear_torch)
     return found
 
 
 def make(layer: LinearBase, tile: tuple[int, int] | None) -> LinearBase:
     if tile is not None:
-        layer.set_matrix(Fp8(layer.shards, tile, "floats"))
+        layer.set_matrix(Fp8(layer.shards, tile, FLOATS))
     matrix = torch.randn(layer.matrix.shape) / layer.matrix.shape[1] ** 0.5
     layer.matrix.fill(matrix) if tile else layer.weight.data.copy_(matrix)
     if layer.bias is not None:

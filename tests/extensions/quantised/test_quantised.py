@@ -316,6 +316,10 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     assert error(y, norm(after.x).double() @ matrix_of(up).T) < tolerance
 
 
+def prepared(x, residual, gain, group, keep=False) -> tuple:
+    return fp8_linear.prepare_rows(x, group, keep, residual=residual, weight=gain, eps=EPS)
+
+
 def values_of(rows: QuantisedRows) -> torch.Tensor:
     codes, count = rows.codes[: rows.rows].double(), rows.rows
     if rows.scales.dim() == 1:
@@ -350,10 +354,10 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     check(fp8_linear.quantise(x, group), x)
     check(fp8_linear.quantise_torch(x, group), x)
     normed, total = fp8_linear.add_rms_norm_torch(x, residual, gain, EPS)
-    got, got_total, _ = fp8_linear.add_rms_norm_quantise(x, residual, gain, EPS, group)
+    got, got_total, _ = prepared(x, residual, gain, group)
     check(got, normed)
     assert error(got_total, total) < 1e-2
-    check(fp8_linear.add_rms_norm_quantise(residual, None, gain, EPS, group)[0],
+    check(prepared(residual, None, gain, group)[0],
           fp8_linear.add_rms_norm_torch(residual, None, gain, EPS)[0])  # fmt: skip
     product = torch.randn(rows, 2 * width, device=device, dtype=dtype) * 100
     unscaled = Unscaled(product, torch.rand(32, device=device) / 50, torch.rand(2 * width, device=device))
@@ -362,11 +366,11 @@ def test_quantised_rows_are_the_rows_within_the_rounding_of_their_largest(device
     gate, up = plain.chunk(2, dim=-1)
     check(fp8_linear.quantise(unscaled, group, gated=True), F.silu(gate) * up)
     half = Unscaled(product[:, :width], unscaled.row_scales, unscaled.column_scales[:width])
-    got, got_total, normed = fp8_linear.add_rms_norm_quantise(half, residual, gain, EPS, group, True)
+    got, got_total, normed = prepared(half, residual, gain, group, True)
     assert error(got_total, plain[:, :width] + residual.double()) < 5e-3
     assert error(normed, fp8_linear.add_rms_norm_torch(got_total, None, gain, EPS)[0]) < 1e-2
     parts = torch.randn(rows, 3, width, device=device, dtype=dtype)
-    got, got_total, normed = fp8_linear.add_rms_norm_quantise(parts, residual, gain, EPS, group, True)
+    got, got_total, normed = prepared(parts, residual, gain, group, True)
     assert error(got_total, parts.double().sum(1) + residual.double()) < 5e-3
     check(got, normed)
 

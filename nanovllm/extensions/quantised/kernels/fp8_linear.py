@@ -114,19 +114,7 @@ def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> Quantised
     Quantise rows x [rows, width]; a scale is for `group` inputs, or for a row if that is 0. If gated, what is
     quantised is `silu_and_mul` of rows [rows, 2 * width].
     """
-    x = Unscaled.of(x)
-    if not use_triton(x.values):
-        return quantise_torch(silu_and_mul_torch(x.scaled()) if gated else x.scaled(), group)
-    return _launch(x, x.values.shape[1] // (1 + gated), group)[0]
-
-
-def activate_and_permute(x: Tensor | Unscaled, per_byte: int) -> Tensor:
-    """
-    `silu_and_mul` of rows [rows, 2 * width] with its columns permuted for a weight that has so many codes in
-    a byte, where width is a multiple of PADDING. On GPUs alone.
-    """
-    x = Unscaled.of(x)
-    return _launch(x, x.values.shape[1] // 2, None, keep=True, per_byte=per_byte)[2]
+    return prepare_rows(x, group, gated=gated)[0]
 
 
 def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
@@ -138,57 +126,50 @@ def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
     return quantised
 
 
-def add_rms_norm_quantise(
+def prepare_rows(
     x: Tensor | Unscaled,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
     group: int | None,
     keep: bool = False,
     per_byte: int = 0,
-) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
-    """
-    As `layernorm.add_rms_norm`, with the normalised rows [rows, hidden] quantised, unless group is None; to
-    `keep`, as they are, too. x may be parts [rows, parts, hidden] of a sum, beside a residual. On GPUs, what
-    is kept may have its columns permuted for a weight with `per_byte` codes in a byte.
-    -> quantised rows or None, the sum, normalised rows or None.
-    """
-    x = Unscaled.of(x)
-    values, is_sum = x.values, x.values.dim() == 3
-    if not use_triton(values):
-        values = x.scaled()
-        normed, total = add_rms_norm_torch(values.sum(1) if is_sum else values, residual, weight, eps)
-        return None if group is None else quantise_torch(normed, group), total, normed if keep else None
-    quantised, total, normed = _launch(x, values.shape[-1], group, residual, weight, eps, keep, per_byte)
-    return quantised, values if total is None else total, normed
-
-
-def _launch(
-    x: Unscaled,
-    width: int,
-    group: int | None,
+    gated: bool = False,
     residual: Tensor | None = None,
     weight: Tensor | None = None,
     eps: float = 0.0,
-    keep: bool = False,
-    per_byte: int = 0,
-) -> tuple[QuantisedRows | None, Tensor | None, Tensor | None]:
-    """With a norm's weight as `add_rms_norm_quantise`, else as `quantise`. The sum is None if it is x."""
-    values, rows, block = x.values, len(x.values), next_power_of_2(width)
+) -> tuple[QuantisedRows | None, Tensor, Tensor | None]:
+    """
+    What a product is to multiply, by one kernel: rows [rows, width], of which two parts side by side are
+    `silu_and_mul` if gated; with a norm's weight as `layernorm.add_rms_norm`, and then x may be parts [rows,
+    parts, width] of a sum, beside a residual. They are quantised, unless group is None; to `keep`, as they
+    are, too. On GPUs, what is kept may have its columns permuted for a weight with `per_byte` codes in a
+    byte: then the width is a multiple of PADDING.
+    -> quantised rows or None, the sum, the rows or None.
+    """
+    x = Unscaled.of(x)
+    if not use_triton(x.values):
+        rows = total = x.scaled()
+        if weight is not None:
+            total = rows.sum(1) if rows.dim() == 3 else rows
+            rows, total = add_rms_norm_torch(total, residual, weight, eps)
+        elif gated:
+            rows = silu_and_mul_torch(rows)
+        return None if group is None else quantise_torch(rows, group), total, rows if keep else None
+    values = x.values
+    num_rows, width = len(values), values.shape[-1] // (1 + gated)
+    block = next_power_of_2(width)
     quantised, targets = None, (None, None, 0)
     if group is not None:
         quantised = _empty_rows(values, width, group)
         targets = quantised.codes, quantised.scales, len(quantised.codes)
     total = None if residual is None else torch.empty_like(residual)
-    normed = values.new_empty(rows, width) if keep else None
-    if rows:
-        _quantise_kernel[(rows,)](
-            *x, residual, weight, total, normed, *targets,
+    kept = values.new_empty(num_rows, width) if keep else None
+    if num_rows:
+        _quantise_kernel[(num_rows,)](
+            *x, residual, weight, total, kept, *targets,
             eps, values.stride(0), 0 if residual is None else residual.stride(0),
             PARTS=values.shape[1:].numel() // width, WIDTH=width, BLOCK=block, GROUP=group, PER_BYTE=per_byte,
             num_warps=max(1, min(16, block // 256)), **overlap_options(values.device),
         )  # fmt: skip
-    return quantised, total, normed
+    return quantised, values if total is None else total, kept
 
 
 def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
