@@ -269,7 +269,7 @@ class LLMEngine:
     def clear(self) -> None:
         """Drop every request."""
         self.unfinished, self.ended, self.attempt = {}, [], Step([])
-        if self.ranks is not None and self.ranks.failures:
+        if self.ranks and self.ranks.failures:
             self.exit()
         self.recover()
 

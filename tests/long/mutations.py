@@ -836,6 +836,8 @@ MUTATIONS = [
         "nanovllm/extensions/experts/kernels/grouped_mxfp4",
         ("piece * 4 + byte % 2 * 2 + half", "piece * 4 + half * 2 + byte % 2"),
         ("(value - first.to(tl.float32))", "(first.to(tl.float32) - value)"),
+        ("numbers = 1 if weight.rounds_inputs else 2", "numbers = 2"),
+        ("column // 128 * (128 * NUMBERS)", "column // 128 * 128"),
         ("acc = first_sum + second_sum", "acc = first_sum"),
         ("tl.where(exponent < -11, 0.0", "tl.where(exponent < -12, 0.0"),
     ),

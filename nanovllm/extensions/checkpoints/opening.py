@@ -1,7 +1,9 @@
 """Opens what the user names: a folder, a `.gguf` file, an id of the hub, or a model known by a short name."""
 
+import functools
 import os
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.checkpoints.folder import Checkpoint
@@ -37,6 +39,8 @@ def open_checkpoint(
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
         checkpoint.config = checkpoint.config | config.hf_overrides
+    if config.activation_dtype != "auto":
+        checkpoint.read_config = functools.partial(_with_activations, read_config, config.activation_dtype)
     downloads.pop("revision", None)  # is the model's
     if config.lora is not None:
         from nanovllm.extensions.checkpoints.adapter import add_adapter
@@ -47,6 +51,13 @@ def open_checkpoint(
         with library_errors("tokenizer"):
             checkpoint.tokenizer = _open(name, "auto", downloads, models, only_tokenizer=True).tokenizer
     return checkpoint
+
+
+def _with_activations(read: Callable[..., ModelConfig], dtype: str, *source: Any) -> ModelConfig:
+    """What is read of the model, whose weights' format is to have activations of this dtype."""
+    model = read(*source)
+    quantization = model.quantization_config or {}
+    return replace(model, quantization_config={**quantization, "activation_dtype": dtype})
 
 
 def _open(

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.extensions.quantised.bitsandbytes import read_bitsandbytes
 from nanovllm.extensions.quantised.compressed_tensors import read_compressed_tensors
-from nanovllm.extensions.quantised.fp4 import read_mxfp4
+from nanovllm.extensions.quantised.fp4 import ACTIVATIONS, read_mxfp4
 from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8, read_modelopt
 from nanovllm.extensions.quantised.gguf import read_gguf
 from nanovllm.extensions.quantised.gptq import make_int4, read_awq, read_gptq
@@ -35,6 +35,9 @@ def read_scheme(config: dict[str, Any] | None, option: str | None) -> Scheme | N
     How the weights are quantised, or None: as a checkpoint's `quantization_config` says, or else the option.
     Raises ValueError naming the field that asks for what is not supported.
     """
+    is_mxfp4 = config and (config.get("quant_method") == "mxfp4" or config.get("has_mxfp4_experts"))
+    if config and ACTIVATIONS in config and not is_mxfp4:
+        raise ValueError("activation_dtype='fp8' is for experts in MXFP4, which the model does not have")
     if config is None or (option is not None and config.get("quant_method") == "gguf"):
         return MAKERS[option]() if option is not None else None
     try:

@@ -28,6 +28,7 @@ from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
 NVFP4_GROUP, MXFP4_GROUP = 16, BLOCK  # inputs that share a scale
+ACTIVATIONS = "activation_dtype"  # the engine's option, in a `quantization_config` unless it is "auto"
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
 ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
@@ -57,8 +58,13 @@ class Fp4(ScaledWeight):
 
 def read_mxfp4(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
-    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {"source": MXFP4})
+    is_excepted, format = listed(config, "modules_to_not_convert"), mxfp4(MXFP4, config)
     return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
+
+
+def mxfp4(source: Source, config: dict[str, Any]) -> Format:
+    """Of experts, whose inputs may be rounded to 8 bits."""
+    return Format(Mxfp4, {"source": source, "rounds_inputs": ACTIVATIONS in config})
 
 
 class Mxfp4(ScaledWeight):
@@ -70,8 +76,9 @@ class Mxfp4(ScaledWeight):
     code_dtype, scale_dtype, product_dtype = torch.uint8, torch.float8_e8m0fnu, torch.float32
     highest = 6.0
 
-    def __init__(self, shards: dict[Any, Shard], source: Source):
+    def __init__(self, shards: dict[Any, Shard], source: Source, rounds_inputs: bool = False):
         super().__init__(shards, (1, MXFP4_GROUP), source)
+        self.rounds_inputs = rounds_inputs
         # The rows of gates are the inputs of the second product: either both weights are packed, or neither.
         self.has_whole_bricks = all(shard.size[0] % BLOCK == 0 for shard in shards.values())
 
@@ -82,6 +89,11 @@ class Mxfp4(ScaledWeight):
             weight = in_bricks(weight)
             self.weight.data, self.scales.data = weight.codes, weight.scales
             self.largest = weight.largest
+        elif self.rounds_inputs:
+            raise ValueError(
+                "activation_dtype='fp8' needs a Hopper GPU, dtype='bfloat16' or 'float16', and ranks with a "
+                f"multiple of {BLOCK} of each expert's rows"
+            )
 
     def load_blocks(self, loaded: Tensor, shard: Shard) -> None:
         """[rows, groups, bytes of a group]."""

@@ -83,7 +83,7 @@ class ScaledWeight(Weight):
     highest: float
     make_gemv = None  # see `fast_products`
     zero_point = 0  # where there are no `zeros`
-    table, largest = 0, None  # see `QuantisedWeight`
+    table, largest, rounds_inputs = 0, None, False  # see `QuantisedWeight`
     kept_codes: Tensor | None = None  # what is kept for each code of a checkpoint, if not itself
     finest_group = 0  # inputs that kernels want a scale for, if checkpoints have one for more
     optional = OPTIONAL
@@ -132,6 +132,7 @@ class ScaledWeight(Weight):
             product_dtype=self.product_dtype or self.scales.dtype,
             table=self.table,
             largest=self.largest,
+            rounds_inputs=self.rounds_inputs,
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

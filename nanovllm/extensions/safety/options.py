@@ -80,6 +80,7 @@ class ExtendedConfig(Config):
         "model_impl": one_of("auto", "native", "transformers"),
         "kv_cache_dtype": check_cache_dtype,
         "quantization": check_quantization,
+        "activation_dtype": one_of("auto", "fp8"),
         "logprobs_mode": check_logprobs_mode,
         "exact": check_bool,
         "tokenizer": none_or("a name or a path", str, os.PathLike),

@@ -449,6 +449,26 @@ def test_numbers_of_mxfp4_in_bricks_are_multiplied_as_they_are(device):
         torch.testing.assert_close(out.float().cpu(), expected, rtol=1e-6, atol=0)
 
 
+@on_devices
+def test_inputs_of_mxfp4_in_bricks_may_be_rounded_to_8_bits(device):
+    """Such numbers are multiplied as they are, by every tile; others are rounded, with a scale a token."""
+    skip_unless_hopper(device)
+    weight = make_quantised("mxfp4 in bricks", 1, 64, 160, device)._replace(rounds_inputs=True)
+    matrix = dequantise_torch(in_rows(weight), slice(0, 64), torch.float64).to(device)
+    x = rand(40, 160, device=device, dtype=on(device, torch.bfloat16, torch.float32))
+    exact = (64 * x).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+    exact[:, 0] = 448.0  # the largest, which has a scale of 1
+    for tile in [*moe.MXFP4_TILES.values()][:: on(device, 1, 3)]:
+        groups = sort_assignments(torch.zeros(40, 1, dtype=torch.int32, device=device), 1, tile[0])
+        out = torch.full((40, 64), NAN, device=device, dtype=x.dtype)
+        moe.multiply_mxfp4(exact, weight, GroupedProduct(None, groups, out, tile))
+        assert error(out, exact.double() @ matrix.T) < tolerance(torch.bfloat16)
+        if device == "cuda":  # the interpreter does not round to the nearest
+            moe.multiply_mxfp4(x, weight, GroupedProduct(None, groups, out, tile))
+            assert error(out, as_quantised(x, 0) @ matrix.T) < tolerance(torch.bfloat16)
+            assert error(out, x.double() @ matrix.T) > tolerance(torch.bfloat16)
+
+
 def test_bricks_hold_what_rows_held():
     weight = make_quantised("mxfp4", 2, 16, 96, "cpu")
     bricks = in_bricks(weight)

@@ -32,8 +32,8 @@ def folders(tmp_path_factory):
     return quantise(floats, packed, mxfp4(), reference), reference
 
 
-def load(folder, load_format="auto", dtype=torch.float32):
-    checkpoint = open_checkpoint(folder, load_format)
+def load(folder, load_format="auto", dtype=torch.float32, **options):
+    checkpoint = open_checkpoint(folder, load_format, **options)
     with torch_defaults(dtype, torch.device("cpu")):
         model = build_model(checkpoint.hf_config())
         load_model(model, checkpoint)
@@ -180,3 +180,16 @@ def test_without_layer_types_every_other_layer_has_a_window(tmp_path, folders):
     edit_json(tmp_path / "config.json", layer_types=None)
     config = read_config("config.json", json.loads((tmp_path / "config.json").read_text()))
     assert config.windows == (24, 0, 24)
+
+
+def test_activations_of_8_bits_are_for_experts_in_mxfp4_on_hopper_gpus(monkeypatch, tmp_path, folders):
+    option, packed = dict(device="cpu", activation_dtype="fp8"), str(folders[0])
+    with pytest.raises(ValueError, match="activation_dtype='fp8' is for experts in MXFP4"):
+        LLM(str(make_checkpoint(tmp_path, "gpt_oss")), **option)
+    with pytest.raises(ValueError, match="activation_dtype='fp8' needs a Hopper GPU"):
+        LLM(packed, **option)
+    monkeypatch.setattr(fp4, "gpu_properties", lambda device: SimpleNamespace(major=9))
+    model = load(packed, dtype=torch.bfloat16, **option)
+    pack_weights(model)
+    assert all(layer.mlp.experts.weights.gate_up.rounds_inputs for layer in model.model.layers)
+    assert all(layer.mlp.experts.weights.down.rounds_inputs for layer in model.model.layers)

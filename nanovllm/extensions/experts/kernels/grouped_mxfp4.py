@@ -2,8 +2,9 @@
 
 A code times its scale, relative to the largest scale of the row, fits into e4m3, if the scale is at most 11
 powers of two smaller. One instruction looks four of these numbers up in a table in two registers; making
-bfloat16 of as many takes ten. Inputs are sums of two numbers in e4m3, which have as many bits as bfloat16.
-Products of 8 bits are added up with fewer bits than float32 has, which costs a little precision.
+bfloat16 of as many takes ten. Inputs are sums of two numbers in e4m3, which have as many bits as bfloat16, or
+one number, if the weight rounds its inputs: then there is half as much to multiply. Products of 8 bits are
+added up with fewer bits than float32 has, which costs a little precision.
 """
 
 import torch
@@ -40,24 +41,28 @@ MXFP4_TILES = {
 
 def multiply_mxfp4(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """With a weight in bricks."""
-    inputs = *split(x), weight.codes, weight.readable_scales, weight.largest
-    product.launch(_grouped_mxfp4_kernel, weight, inputs, {"BRICK_ROWS": BRICK_ROWS})
+    numbers = 1 if weight.rounds_inputs else 2
+    inputs = *split(x, numbers), weight.codes, weight.readable_scales, weight.largest
+    constants = {"NUMBERS": numbers, "BRICK_ROWS": BRICK_ROWS}
+    product.launch(_grouped_mxfp4_kernel, weight, inputs, constants)
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
+def split(x: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
     """
-    Rows x [rows, in], divided by scales, float32 [rows], as sums of two numbers in e4m3, [rows, 2 * width]:
-    of each STEP of inputs all first ones and then all second ones, in the order that a product wants.
+    Rows x [rows, in], divided by scales, float32 [rows], as sums of one or two numbers in e4m3, [rows,
+    numbers * width]: of each STEP of inputs all first ones and then all second ones, in the order that a
+    product wants.
     """
     rows, in_features = x.shape
     width = cdiv(in_features, STEP) * STEP
-    parts = torch.empty(rows, 2 * width, dtype=torch.float8_e4m3fn, device=x.device)
+    parts = torch.empty(rows, numbers * width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _split_kernel[(rows,)](
         x,
         parts,
         scales,
         x.stride(0),
+        NUMBERS=numbers,
         IN_FEATURES=in_features,
         WIDTH=width,
         WIDTH_PAD=next_power_of_2(width),
@@ -73,6 +78,7 @@ def _split_kernel(
     parts,
     scales,
     x_stride,
+    NUMBERS: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
@@ -89,10 +95,11 @@ def _split_kernel(
     # The matrix unit takes 16 neighbours from four threads. A thread's four are the codes of two bytes that
     # it has read, low halves before high ones.
     piece, half, byte = column % 128 // 32, column % 32 // 16, column % 16
-    place = column // 128 * 256 + byte // 2 * 16 + piece * 4 + byte % 2 * 2 + half
-    parts += row * (2 * WIDTH) + place
+    place = column // 128 * (128 * NUMBERS) + byte // 2 * 16 + piece * 4 + byte % 2 * 2 + half
+    parts += row * (NUMBERS * WIDTH) + place
     tl.store(parts, first, mask=column < WIDTH)
-    tl.store(parts + 128, (value - first.to(tl.float32)).to(tl.float8e4nv), mask=column < WIDTH)
+    if NUMBERS == 2:
+        tl.store(parts + 128, (value - first.to(tl.float32)).to(tl.float8e4nv), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -104,6 +111,7 @@ def _grouped_mxfp4_kernel(
     largest,
     operands,
     tokens,
+    NUMBERS: tl.constexpr,
     BRICK_ROWS: tl.constexpr,
     SIZES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -119,14 +127,15 @@ def _grouped_mxfp4_kernel(
     read = tl.where(is_read, read, 0)  # [rows that a thread has, rows, bytes of a row]
     its_largest = tl.load(largest + read).to(tl.int32)
     brick_row = read // BRICK_ROWS * (STEPS * BRICK_ROWS) + read % BRICK_ROWS
-    # Of a row a brick has 64 bytes of codes and 4 scales; x has 128 first and 128 second numbers a step.
+    # Of a row a brick has 64 bytes of codes and 4 scales; x has 128 first and perhaps as many second numbers.
+    X_STEP: tl.constexpr = 128 * NUMBERS
     its_codes = codes + brick_row * 64 + tl.arange(0, 64)[None, None, :]
     its_scales = scales + brick_row * 4 + tl.arange(0, 4)[None, None, :]
-    its_x, is_x = token * (STEPS * 256), is_real
+    its_x, is_x = token * (STEPS * X_STEP), is_real
     # Where registers suffice, both numbers of an input are multiplied at once, as columns side by side.
-    WIDE: tl.constexpr = SIZES.BLOCK_M == 16
+    WIDE: tl.constexpr = NUMBERS == 2 and SIZES.BLOCK_M == 16
     if WIDE:
-        its_x = tl.reshape(tl.join(token, token), [2 * SIZES.BLOCK_M]) * (STEPS * 256)
+        its_x = tl.reshape(tl.join(token, token), [2 * SIZES.BLOCK_M]) * (STEPS * X_STEP)
         its_x += tl.arange(0, 2 * SIZES.BLOCK_M) % 2 * 128
         is_x = tl.reshape(tl.join(is_real, is_real), [2 * SIZES.BLOCK_M])
     its_x = x + its_x[None, :] + tl.arange(0, 128)[:, None]
@@ -135,7 +144,7 @@ def _grouped_mxfp4_kernel(
     for step in tl.range(0, STEPS, num_stages=SIZES.STAGES):
         found = tl.load(its_codes + step * (BRICK_ROWS * 64))
         scale = tl.load(its_scales + step * (BRICK_ROWS * 4))
-        x_tile = masked_load(its_x + step * 256, is_x[None, :])
+        x_tile = masked_load(its_x + step * X_STEP, is_x[None, :])
         exponent = scale.to(tl.int32) - its_largest
         exponent = tl.broadcast_to(exponent[:, :, :, None], [read.shape[0], read.shape[1], 4, 16])
         first, second = _e2m1_to_e4m3(found, tl.reshape(exponent, found.shape))
@@ -143,8 +152,8 @@ def _grouped_mxfp4_kernel(
         values = tl.reshape(tl.join(first, second), [read.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
         values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, 128])
         acc = tl.dot(values, x_tile, acc)
-        if not WIDE:
-            acc = tl.dot(values, masked_load(its_x + step * 256 + 128, is_x[None, :]), acc)
+        if NUMBERS == 2 and not WIDE:
+            acc = tl.dot(values, masked_load(its_x + step * X_STEP + 128, is_x[None, :]), acc)
     if WIDE:
         first_sum, second_sum = tl.split(tl.reshape(acc, [SIZES.BLOCK_N, SIZES.BLOCK_M, 2]))
         acc = first_sum + second_sum

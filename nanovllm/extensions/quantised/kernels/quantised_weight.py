@@ -48,6 +48,7 @@ class QuantisedWeight(NamedTuple):
     largest: Tensor | None = None  # uint8 [out], the largest scale of a row; only if it is `in_bricks`
     product_dtype: torch.dtype = torch.float32  # of codes times scales, where a CPU makes a whole matrix
     table: int = 0  # NF4_TABLE or FP4_TABLE, if codes are places there
+    rounds_inputs: bool = False  # in bricks: to 8 bits in floating point, for more rows than a gemv has
 
     @property
     def kind(self) -> int:
