@@ -828,8 +828,8 @@ MUTATIONS = [
         ("        tl.store(counter, 0)", "        pass"),
         ("start = begin + step * STEP", "start = step * STEP"),
         ("if steps % count == 0", "if True"),
-        ("if rows > 128 and weight.is_int4", "if weight.is_int4"),
-        ("weight.is_int4 and is_large and has", "weight.is_int4 and has"),
+        ("if rows > 128 and weight", "if weight"),
+        ("_byte == 2 and is_large and has", "_byte == 2 and has"),
         ("k // BYTES * (BYTES * PER_BYTE) + k % BYTES", "k"),
     ),
     *mutations_of(

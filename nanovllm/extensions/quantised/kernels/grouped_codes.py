@@ -94,7 +94,7 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
     tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
     wide_steps = cdiv(out_features, WIDE_TILE.BLOCK_N) * cdiv(in_features, WIDE_TILE.BLOCK_K)
     is_large = wide_steps >= MIN_WIDE_STEPS * processors
-    if rows > 128 and weight.is_int4 and is_large and has_hopper_shared_memory(device):
+    if rows > 128 and weight.codes_per_byte == 2 and is_large and has_hopper_shared_memory(device):
         tile, programs = WIDE_TILE, 1
     tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
     tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
