@@ -237,6 +237,9 @@ class PackedCodes:
             return self.library.multiply(x, self.weight)
         if len(x) >= MANY_ROWS[self.digits] and is_readable():
             return torch.cat([x @ columns for columns in self._columns()], dim=-1)
+        return self._multiply_codes(x)
+
+    def _multiply_codes(self, x: Tensor) -> Tensor:
         if self.digits == 2:
             groups = x.unflatten(-1, (-1, 1, self.group))
             x = (groups * self.places).flatten(1)
@@ -262,6 +265,8 @@ class PackedCodes:
         return Groups((codes - 128).view(torch.int8), scales, 17 * zeros - 8 * scales)
 
     def dequantise(self) -> Tensor:
+        if not is_readable():
+            return self._multiply_codes(torch.eye(self.shape[1], dtype=torch.bfloat16)).t()
         return torch.cat([columns.t() for columns in self._columns()])
 
     def _blocks(self) -> Tensor:

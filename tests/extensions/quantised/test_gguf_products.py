@@ -88,6 +88,12 @@ def test_a_weight_stays_packed_and_multiplies_as_its_values_do(kind):
     assert_multiplies(weight, values)
 
 
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
+)
+
+
+@needs_bf16
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
 def test_a_weight_kept_beside_its_codes_multiplies_what_is_more_than_some_rows(kind, monkeypatch):
     tensor, values = stored(torch.randn(192, 256), kind)
