@@ -229,20 +229,16 @@ class PackedCodes:
         self.weight = None
         if self.library is not None and is_readable():
             self.weight = self.library.pack(self.dequantise())
-        tensors = self.packed, self.scales_and_zeros, self.weight
-        self.tensors = [tensor for tensor in tensors if tensor is not None]
+        kept = [] if self.weight is None else [self.weight]
+        self.tensors = [self.packed, self.scales_and_zeros, *kept]
 
     def multiply(self, x: Tensor) -> Tensor:
         if self.weight is not None and len(x) >= SOME_ROWS[self.digits]:
             return self.library.multiply(x, self.weight)
         if len(x) >= MANY_ROWS[self.digits] and is_readable():
             return torch.cat([x @ columns for columns in self._columns()], dim=-1)
-        return self._multiply_codes(x)
-
-    def _multiply_codes(self, x: Tensor) -> Tensor:
         if self.digits == 2:
-            groups = x.unflatten(-1, (-1, 1, self.group))
-            x = (groups * self.places).flatten(1)
+            x = (x.unflatten(-1, (-1, 1, self.group)) * self.places).flatten(1)
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         return multiply(x.contiguous(), self.packed, self.digits * self.group, self.scales_and_zeros)
 
@@ -266,7 +262,7 @@ class PackedCodes:
 
     def dequantise(self) -> Tensor:
         if not is_readable():
-            return self._multiply_codes(torch.eye(self.shape[1], dtype=torch.bfloat16)).t()
+            return self.multiply(torch.eye(self.shape[1], dtype=torch.bfloat16)).t()
         return torch.cat([columns.t() for columns in self._columns()])
 
     def _blocks(self) -> Tensor:
