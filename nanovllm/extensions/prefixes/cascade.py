@@ -86,8 +86,7 @@ class CascadeBackend(AttentionBackend):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, step: Context) -> Tensor:
         if step.attention_plan is None or self.only_plans:
             return self.behind.decode(q, k, v, variant, step)
-        has_kernel = q.device.type in self.behind.devices
-        attend = cascade_attention if has_kernel else cascade_attention_torch
+        attend = cascade_attention_torch if self.config.attention_backend == "torch" else cascade_attention
         return attend(q, k, v, variant, step, self.layout)
 
 

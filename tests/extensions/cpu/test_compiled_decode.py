@@ -15,9 +15,13 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.cpu import decode
 from nanovllm.extensions.cpu.packing import GROUP, LANES, pack, quantise
+from nanovllm.extensions.quantised.gguf import is_readable
 from tiny_checkpoints import make_checkpoint
 
 pytest.importorskip("numba")
+needs_known_codes = pytest.mark.skipif(
+    not is_readable(), reason="torch packs codes for this CPU in an order that is not known"
+)
 WIDE = dict(hidden_size=128, intermediate_size=192, vocab_size=259)  # heads of 32; 64 outputs of each shard
 FORMS = [
     ("llama", "Q4_1", {}),
@@ -112,6 +116,7 @@ def test_a_head_is_quantised_to_8_bits():
     ).all()
 
 
+@needs_known_codes
 @pytest.mark.parametrize("architecture, kind, overrides", FORMS)
 def test_logits_are_as_close_to_float32_as_those_of_the_torch_path(tmp_path, architecture, kind, overrides):
     file = make_gguf(tmp_path, architecture, kind, **overrides)
@@ -125,6 +130,7 @@ def test_logits_are_as_close_to_float32_as_those_of_the_torch_path(tmp_path, arc
         assert (found - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()
 
 
+@needs_known_codes
 def test_more_rows_than_it_takes_and_fewer_are_computed_on_one_cache(tmp_path):
     prompts = [[i, i + 1] for i in range(decode.MAX_ROWS + 1)]
     file = make_gguf(tmp_path)
@@ -144,6 +150,7 @@ def test_more_rows_than_it_takes_and_fewer_are_computed_on_one_cache(tmp_path):
     assert same >= 7  # rounding may change a token
 
 
+@needs_known_codes
 def test_threads_compute_the_same_bits(tmp_path):
     file, before, found = make_gguf(tmp_path), torch.get_num_threads(), []
     try:
@@ -179,6 +186,7 @@ def test_without_numba_nothing_changes(tmp_path, monkeypatch):
         assert not is_compiled(llm)
 
 
+@needs_known_codes
 @pytest.mark.slow
 def test_smollm2_stays_close_to_float32(smollm2_gguf):  # noqa: F811
     text = "The history of the city begins with a small settlement on the river, which grew quickly."

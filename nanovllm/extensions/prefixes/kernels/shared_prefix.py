@@ -28,6 +28,7 @@ from nanovllm.kernels.runtime import (
     pdl_wait_then_launch,
     tl,
     triton,
+    use_triton,
 )
 
 MAX_PARTIALS = 16  # partial results of a sequence
@@ -89,6 +90,8 @@ def cascade_attention(
     What `paged_decode_attention` computes, for a step that has a `CascadePlan` in `attention_plan`. `variant`
     has no first token. A work item's keys and values are read from its first query's blocks alone.
     """
+    if not use_triton(q):
+        return cascade_attention_torch(q, k_cache, v_cache, variant, step, layout)
     plan, (_, heads, head_dim) = step.attention_plan, q.shape
     block_size, kv_heads = layout.page_sizes(k_cache, head_dim)
     heads_per_kv_head = heads // kv_heads
