@@ -531,7 +531,9 @@ def test_the_sum_with_the_residual_and_its_norm_match_their_twin(device, dtype, 
         shapes = (rows, 3, hidden), (hidden,), (rows, 2 * hidden)
         parts, weight, residual = (rand(*shape, device=device, dtype=dtype) for shape in shapes)
         residual = residual[:, :hidden]
-        quantised, total, normed = fp8_linear.add_rms_norm_quantise(parts, residual, weight, EPS, None, True)
+        quantised, total, normed = fp8_linear.prepare_rows(
+            parts, None, True, residual=residual, weight=weight, eps=EPS
+        )
         expected = parts.double().sum(1) + residual.double()
         assert total.dtype == normed.dtype == dtype and error(total, expected) < tolerance(dtype)
         assert error(normed, rms_norm_torch(total, weight, EPS)) < tolerance(dtype)
@@ -544,7 +546,7 @@ def test_no_rows_are_no_work(device):
     chosen = router.choose_experts(rand(0, 4, device=device), 2, True)
     parts = run_grouped(x, weights, chosen)
     assert parts.shape == (0, 2, 64)
-    _, *sums = fp8_linear.add_rms_norm_quantise(parts, x, x.new_ones(64), EPS, None, True)
+    _, *sums = fp8_linear.prepare_rows(parts, None, True, residual=x, weight=x.new_ones(64), eps=EPS)
     assert all(out.shape == (0, 64) for out in sums)
 
 
