@@ -93,7 +93,8 @@ class Config:
     kv_cache_dtype:         "auto" (same as dtype), "float32", "bfloat16", "float16" or "int8".
     quantization:           None (weights stay as the checkpoint stores them), or "fp8" or "int4": made while
                             they are loaded.
-    activation_dtype:       "auto" (same as dtype), or "fp8": experts in MXFP4 round their inputs to 8 bits.
+    activation_dtype:       "auto" (same as dtype), or "fp8": int4 weights and experts in MXFP4 have
+                            their inputs rounded to 8 bits.
     enable_prefix_caching:  share KV cache blocks between sequences that begin with the same tokens.
     seed:                   makes the sampling of the whole engine reproducible.
     logprobs_mode:          log-probabilities are "raw" (the model's own) or "processed" (of the

@@ -811,12 +811,25 @@ MUTATIONS = [
             "expert, assignment = tl.full([], 0, tl.int32), tile * SIZES.BLOCK_M + member",
             "expert, assignment = tl.full([], 0, tl.int32), member",
         ),
+        ("    tl.store(operands.counters + tl.program_id(0), 0)", "    pass"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/quantised/kernels/grouped_int4",
+        (
+            "line // 8 % 2, line // 16 * 8 + line % 8",
+            "line // (SIZES.BLOCK_N // 2), line % (SIZES.BLOCK_N // 2)",
+        ),
+        ("zero *= ZERO_POINT if", "zero *= 7 if"),
+        ("tl.range(begin, begin + STEPS,", "tl.range(0, STEPS,"),
+        ("grid_row[:, None] + (begin + step)", "grid_row[:, None] + step"),
+        ("weight.group % GROUP == weight.shape[1] % GROUP == 0", "weight.shape[1] % GROUP == 0"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/permute_k",
         ("within // 2 * 8 + piece * 2", "within // 2 * 2 + piece * 16"),
         ("tl.program_id(1) * SIZE + tl.arange(0, SIZE)", "tl.arange(0, SIZE)"),
         ("half * 16 + within // 8 * 2", "within // 8 * 2"),
+        ("within % 32 // 16 * 16 + within // 32 * 4", "within % 32 // 16 * 4 + within // 32 * 8"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_codes",
@@ -825,7 +838,6 @@ MUTATIONS = [
         ("                offset = _expand(next_shift.to(low.dtype))", "                pass"),
         ("_expand(high_scale.to(low.dtype))", "_expand(scale.to(low.dtype))"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
-        ("        tl.store(counter, 0)", "        pass"),
         ("start = begin + step * STEP", "start = step * STEP"),
         ("if steps % count == 0", "if True"),
         ("if rows > 128 and weight", "if weight"),

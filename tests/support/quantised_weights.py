@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows
 from nanovllm.extensions.quantised.kernels.quantised_weight import FP4_TABLE, NF4_TABLE, QuantisedWeight, pack
 
 # Kind of code; rows and inputs of a tile, 0 for all of them; what is subtracted or added besides.
@@ -51,3 +52,9 @@ def make_weight(name: str, shape: tuple[int, int], device: str, rows: int = 0) -
     zero_point = 8 if kind == "int4" and besides != "offsets" else 0  # which zeros take the place of
     weight = QuantisedWeight(codes.to(device), shape, scales, tile, zeros, zero_point, offsets)
     return weight._replace(table={"nf4": NF4_TABLE, "fp4": FP4_TABLE}.get(kind, 0))
+
+
+def in_order(rows: QuantisedRows) -> torch.Tensor:
+    """What permuted rows stand for, float64: the matrix unit takes four inputs from each of four threads."""
+    pieces = rows.codes[: rows.rows].double().view(rows.rows, -1, 4, 2, 4, 4)
+    return pieces.permute(0, 1, 4, 3, 2, 5).flatten(1) * rows.scales[: rows.rows, None].double()

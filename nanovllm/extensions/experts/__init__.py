@@ -30,6 +30,7 @@ GEMM:
 | int8                  | [out, in]                | sums; small groups: values  | <= 4    | grouped_codes   |
 | int4, nf4             | 32 inputs: 16 low halves | values; whole rows: sums    | <= 4    | grouped_codes   |
 | MXFP4                 | of bytes, 16 high ones   | values                      | <= 4    | grouped_codes   |
+| int4, rounded inputs  | "                        | sums over 128 inputs        | <= 4    | grouped_int4    |
 | MXFP4, on Hopper      | bricks of 16 rows        | values, up to the row's     | <= 2    | grouped_mxfp4   |
 |                       | and 128 such inputs      | largest one, which: sums    |         |                 |
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from nanovllm.extensions.quantised.bitsandbytes import read_bitsandbytes
 from nanovllm.extensions.quantised.compressed_tensors import read_compressed_tensors
-from nanovllm.extensions.quantised.fp4 import ACTIVATIONS, read_mxfp4
+from nanovllm.extensions.quantised.fp4 import Mxfp4, read_mxfp4
 from nanovllm.extensions.quantised.fp8 import make_fp8, read_fp8, read_modelopt
 from nanovllm.extensions.quantised.gguf import read_gguf
 from nanovllm.extensions.quantised.gptq import make_int4, read_awq, read_gptq
+from nanovllm.extensions.quantised.integers import Int4
+from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP
+from nanovllm.extensions.quantised.scaled import FLOATS
 from nanovllm.extensions.quantised.scheme import Scheme, choose
 
 # From the `quant_method` of a checkpoint's `quantization_config` to what reads the rest of it.
@@ -28,6 +31,7 @@ READERS = {
 }
 # From the option `quantization` to what is made of weights that are not quantised.
 MAKERS = {"fp8": make_fp8, "int4": make_int4}
+ACTIVATIONS = "activation_dtype"  # the engine's option, in a `quantization_config` unless it is "auto"
 
 
 def read_scheme(config: dict[str, Any] | None, option: str | None) -> Scheme | None:
@@ -35,9 +39,9 @@ def read_scheme(config: dict[str, Any] | None, option: str | None) -> Scheme | N
     How the weights are quantised, or None: as a checkpoint's `quantization_config` says, or else the option.
     Raises ValueError naming the field that asks for what is not supported.
     """
-    is_mxfp4 = config and (config.get("quant_method") == "mxfp4" or config.get("has_mxfp4_experts"))
-    if config and ACTIVATIONS in config and not is_mxfp4:
-        raise ValueError("activation_dtype='fp8' is for experts in MXFP4, which the model does not have")
+    if config and ACTIVATIONS in config:
+        rest = {field: value for field, value in config.items() if field != ACTIVATIONS}
+        return with_rounded_inputs(read_scheme(rest or None, option))
     if config is None or (option is not None and config.get("quant_method") == "gguf"):
         return MAKERS[option]() if option is not None else None
     try:
@@ -47,4 +51,18 @@ def read_scheme(config: dict[str, Any] | None, option: str | None) -> Scheme | N
     if option is not None and scheme.kinds != {option}:
         stored = ", ".join(sorted(scheme.kinds))
         raise ValueError(f"quantization={option!r}: the checkpoint is quantised already, as {stored}")
+    return scheme
+
+
+def with_rounded_inputs(scheme: Scheme | None) -> Scheme:
+    """The scheme whose int4 and MXFP4 weights have their inputs rounded to 8 bits. Raises ValueError."""
+    formats = [format for format in scheme.formats if format.kind in (Int4, Mxfp4)] if scheme else []
+    if not formats:
+        raise ValueError(
+            "activation_dtype='fp8' is for weights in int4 and experts in MXFP4, which the model lacks"
+        )
+    for format in formats:
+        format.settings["rounds_inputs"] = True
+        if format.settings["source"] is FLOATS:
+            format.settings["stored_tile"] = (1, GROUP)
     return scheme

@@ -28,7 +28,6 @@ from nanovllm.utils.loader import check_stored
 from nanovllm.utils.validation import check
 
 NVFP4_GROUP, MXFP4_GROUP = 16, BLOCK  # inputs that share a scale
-ACTIVATIONS = "activation_dtype"  # the engine's option, in a `quantization_config` unless it is "auto"
 LARGEST_SCALE = 128  # 2: kernels multiply by it and by 2^126 at once
 ORDER = torch.tensor(FP4_CODES).argsort()  # where each code's number stands in the table
 
@@ -58,13 +57,8 @@ class Fp4(ScaledWeight):
 
 def read_mxfp4(config: dict[str, Any]) -> Scheme:
     """What a `quantization_config` of quant_method "mxfp4" says. Raises ValueError naming the field."""
-    is_excepted, format = listed(config, "modules_to_not_convert"), mxfp4(MXFP4, config)
+    is_excepted, format = listed(config, "modules_to_not_convert"), Format(Mxfp4, {"source": MXFP4})
     return Scheme([format], lambda name: format if ".experts." in name and not is_excepted(name) else None)
-
-
-def mxfp4(source: Source, config: dict[str, Any]) -> Format:
-    """Of experts, whose inputs may be rounded to 8 bits."""
-    return Format(Mxfp4, {"source": source, "rounds_inputs": ACTIVATIONS in config})
 
 
 class Mxfp4(ScaledWeight):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, mxfp4
+from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, Mxfp4
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise, unpack
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
@@ -58,7 +58,7 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
         has_room = 4 * config.get("num_weights", 0) <= host_memory() // 2
     format = Format(GGUF, {"keeps_weight": has_room})
     others = format if is_fast else None
-    experts = mxfp4(MXFP4_OF_GGUF, config) if config.get("has_mxfp4_experts") else others
+    experts = Format(Mxfp4, {"source": MXFP4_OF_GGUF}) if config.get("has_mxfp4_experts") else others
     return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
 
 

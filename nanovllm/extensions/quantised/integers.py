@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP
+from nanovllm.extensions.quantised.kernels.grouped_int4 import can_round_inputs
 from nanovllm.extensions.quantised.scaled import ONE_TILE, OPTIONAL, SMALLEST, ScaledWeight, Source
 from nanovllm.layers.linear import Product, Shard
 from nanovllm.utils.loader import check_stored
@@ -134,6 +136,19 @@ class Int4(Integers):
     code_dtype, scale_dtype = torch.uint8, None
     lowest, highest = -8.0, 7.0
     zero_point = 8
+
+    def __init__(self, *args: Any, rounds_inputs: bool = False, **settings: Any):
+        super().__init__(*args, **settings)
+        self.rounds_inputs = rounds_inputs
+
+    def finish(self) -> None:
+        super().finish()
+        can_round = self.order is None and can_round_inputs(self.quantised, self.dtype)
+        if self.rounds_inputs and not can_round:
+            raise ValueError(
+                "activation_dtype='fp8' needs a Hopper GPU, dtype='bfloat16' or 'float16', and int4 weights "
+                f"whose scales are for a multiple of {GROUP} neighbouring inputs, on each rank"
+            )
 
     def choose_scales(self, tiles: Tensor) -> Tensor:
         """Those with the least squared error, of either sign: there is one more code below 0 than above."""

@@ -27,6 +27,7 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
     can_use_linear_codes,
     linear_codes,
 )
+from nanovllm.extensions.quantised.kernels.grouped_int4 import linear_int4
 from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
@@ -74,14 +75,14 @@ def _normalise(
     return rows
 
 
-def quantised_rows(stream: Stream, scale_group: int, keep: bool = False) -> QuantisedRows:
+def quantised_rows(stream: Stream, scale_group: int, per_byte: int = 0, keep: bool = False) -> QuantisedRows:
     """
     norm(x) with a scale for so many of its numbers, or, if that is 0, for each row. `keep` says that
-    `normalised` will be asked for, too.
+    `normalised` will be asked for, too. `per_byte`: see `prepare_rows`.
     """
     if not _can_normalise(stream):
-        return quantise(stream.normalised(), scale_group)
-    return _normalise(stream, scale_group, keep)
+        return quantise(stream.normalised(), scale_group, per_byte)
+    return _normalise(stream, scale_group, keep, per_byte)
 
 
 class Gates(NamedTuple):
@@ -118,18 +119,33 @@ class PreparedProduct(Product):
 class Fp8Product(PreparedProduct):
     """In 8 bits, for rows that are quantised as the weight is."""
 
+    def __init__(self, weight: QuantisedWeight):
+        super().__init__(weight)
+        self.layout = weight.group, 0  # of rows: inputs of a scale, and `per_byte` of `prepare_rows`
+
     def prepared(self, x: Any) -> QuantisedRows:
         if isinstance(x, Gates):
-            return quantise(x.product, self.weight.group, gated=True)
-        return quantise(activated(x), self.weight.group)
+            return quantise(x.product, *self.layout, gated=True)
+        return quantise(activated(x), *self.layout)
 
     def normed(self, stream: Stream) -> QuantisedRows:
-        return quantised_rows(stream, self.weight.group)
+        return quantised_rows(stream, *self.layout)
 
     def multiply_rows(
         self, rows: QuantisedRows, bias: Tensor | None, leave_scales: bool
     ) -> Tensor | Unscaled:
         return fp8_linear(rows, self.weight, bias, leave_scales)
+
+
+class Int4Product(Fp8Product):
+    """In 8 bits, too, for rows with a scale each, whose columns are permuted."""
+
+    def __init__(self, weight: QuantisedWeight):
+        super().__init__(weight)
+        self.layout = 0, weight.codes_per_byte
+
+    def multiply_rows(self, rows: QuantisedRows, bias: Tensor | None, leave_scales: bool) -> Tensor:
+        return linear_int4(rows, self.weight, bias)
 
 
 class CodesProduct(PreparedProduct):
@@ -170,6 +186,8 @@ def fast_products(
     if weight.is_fp8:
         if layer.hidden_size is not None and can_use_fp8(row, weight):
             found.append(Fp8Product(weight))
+    elif weight.rounds_inputs:
+        found.append(Int4Product(weight))
     elif weight.shape[1] % PADDING == 0 and can_use_linear_codes(row, weight):
         found.append(CodesProduct(weight))
     return found

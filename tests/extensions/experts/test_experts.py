@@ -20,7 +20,7 @@ from kernel_checks import (
     rand,
     tolerance,
 )
-from quantised_weights import FORMATS, make_weight
+from quantised_weights import FORMATS, in_order, make_weight
 
 from nanovllm.extensions.experts.config import ExpertsConfig
 from nanovllm.extensions.experts.kernels import grouped_gemm, moe, router
@@ -355,11 +355,19 @@ def in_floats(weights):
     return ExpertWeights(*matrices, *weights[2:])
 
 
-def rounded_mixture(x, weights, chosen):
+def as_quantised(x, group):
+    rows = fp8_linear.quantise_torch(x, group)
+    codes, scales = rows.codes[: len(x)].double(), rows.scales[..., : len(x)].double()
+    if not group:
+        return codes * scales[:, None]
+    return (codes.unflatten(1, (-1, group)) * scales.T[..., None]).flatten(1)
+
+
+def rounded_mixture(x, weights, chosen, rounded=as_quantised):
     """As `exact_mixture`, with the inputs of both products rounded to 8 bits."""
     floats, top_k, device = in_doubles(in_floats(weights)), chosen.experts.shape[1], x.device
     gate_up, down = (each.unflatten(0, (weights.num_experts, -1)) for each in floats[:2])
-    experts, x = chosen.experts.flatten().long(), as_quantised(x, weights.gate_up.group)
+    experts, x = chosen.experts.flatten().long(), rounded(x, weights.gate_up.group)
     biases = [
         torch.zeros(1, dtype=torch.float64, device=device) if bias is None
         else bias.unflatten(0, (weights.num_experts, -1))[experts]
@@ -373,17 +381,10 @@ def rounded_mixture(x, weights, chosen):
         return y
 
     y = multiply(gate_up, x.repeat_interleave(top_k, 0)) + biases[0]
-    gated = as_quantised(activate_torch(y, weights.is_clamped).bfloat16(), weights.down.group)
+    gated = activate_torch(y, weights.is_clamped).to(on(device, torch.bfloat16, torch.float32))
+    gated = rounded(gated, weights.down.group)
     y = multiply(down, gated) + biases[1]
     return y.unflatten(0, (-1, top_k)) * chosen.weights[..., None]
-
-
-def as_quantised(x, group):
-    rows = fp8_linear.quantise_torch(x, group)
-    codes, scales = rows.codes[: len(x)].double(), rows.scales[..., : len(x)].double()
-    if not group:
-        return codes * scales[:, None]
-    return (codes.unflatten(1, (-1, group)) * scales.T[..., None]).flatten(1)
 
 
 def exact_mixture(x, weights, chosen):
@@ -425,6 +426,26 @@ def test_experts_of_few_bits_match_plain_arithmetic(device, name, has_bias):
                     if "offsets" in name and dtype == torch.bfloat16:  # rounded alike for a whole group
                         limit *= 4
                     assert error(got, exact_mixture(x, weights, chosen)) < limit
+
+
+@on_devices
+def test_inputs_of_experts_in_int4_may_be_rounded_to_8_bits(device):
+    """With every tile."""
+    skip_unless_hopper(device)
+    dtype = on(device, torch.bfloat16, torch.float32)
+    for name in on(device, ["int4, groups of 128 with zeros", "int4, a scale a row"], ["int4, a zero a row"]):
+        weights = make_quantised_experts(name, 2, 256, 128, device, False)
+        rounding = (each._replace(rounds_inputs=True) for each in weights[:2])
+        weights = ExpertWeights(*rounding, *weights[2:])
+        for rows, top_k in on(device, [(3, 2), (30, 2), (60, 2), (300, 1)], [(5, 2)]):
+            x, chosen = rand(rows, 256, device=device, dtype=dtype), choose(rows, top_k, 2, device)
+            assert moe.choose_kernels(x, weights, True) is moe.ROUNDED_INT4
+            got = run_grouped(x, weights, chosen, False)
+            expected = rounded_mixture(
+                x, weights, chosen, lambda x, _: in_order(fp8_linear.quantise(x, 0, 2))
+            )
+            # As above, of 8 bits.
+            assert (got - expected).norm() < on(device, 4e-2, 1e-4) * expected.norm()
 
 
 @on_devices

@@ -182,9 +182,11 @@ def test_without_layer_types_every_other_layer_has_a_window(tmp_path, folders):
     assert config.windows == (24, 0, 24)
 
 
-def test_activations_of_8_bits_are_for_experts_in_mxfp4_on_hopper_gpus(monkeypatch, tmp_path, folders):
+def test_experts_in_mxfp4_may_have_activations_of_8_bits_on_hopper_gpus(monkeypatch, tmp_path, folders):
     option, packed = dict(device="cpu", activation_dtype="fp8"), str(folders[0])
-    with pytest.raises(ValueError, match="activation_dtype='fp8' is for experts in MXFP4"):
+    with pytest.raises(
+        ValueError, match="activation_dtype='fp8' is for weights in int4 and experts in MXFP4"
+    ):
         LLM(str(make_checkpoint(tmp_path, "gpt_oss")), **option)
     with pytest.raises(ValueError, match="activation_dtype='fp8' needs a Hopper GPU"):
         LLM(packed, **option)

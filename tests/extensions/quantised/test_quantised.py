@@ -13,9 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_checks import assert_passes_in_the_interpreter, error
-from quantised_weights import FORMATS, make_weight
+from quantised_weights import FORMATS, in_order, make_weight
 
-from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_codes, nf4, quantised_matvec
+from nanovllm.extensions.quantised.kernels import (
+    fp8_linear,
+    grouped_codes,
+    grouped_int4,
+    nf4,
+    quantised_matvec,
+)
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
@@ -29,7 +35,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     pack,
     unpack,
 )
-from nanovllm.extensions.quantised.products import CodesProduct, PendingAdd
+from nanovllm.extensions.quantised.products import CodesProduct, Int4Product, PendingAdd
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
 from nanovllm.layers.layernorm import RMSNorm
@@ -314,6 +320,85 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
     assert error(CodesProduct(other).linear(gates, None), expected @ matrix_of(other).T) < tolerance
     y = CodesProduct(up).norm_linear(after, None)
     assert error(y, norm(after.x).double() @ matrix_of(up).T) < tolerance
+
+
+IN_8_BITS = ["int4, groups of 128 with zeros", "int4, a zero a row", "int4, a scale a row"]
+
+
+def skip_unless_hopper(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+@on_devices
+@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("rows", [1, 20, 21, 70, 300])
+def test_int4_times_rounded_inputs_is_exact(device, dtype, name, rows, monkeypatch):
+    """With each tile, and where programs share the inputs of one."""
+    skip_unless_hopper(device)
+    shape = (72, 768) if device == "cpu" else (1160, 4224)  # two steps for each of three
+    if device == "cpu":
+        if rows != 20:
+            pytest.skip("takes long in the interpreter")
+        monkeypatch.setattr(grouped_int4, "INT4_TILES", {20: Tile(16, 2, BLOCK_N=16, WARPS=1)})
+        monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
+        monkeypatch.setattr(grouped_int4, "PROGRAMS", 8)
+    weight = make_weight(name, shape, device)
+    x = 5 + torch.randn(rows, shape[1], device=device, dtype=dtype)  # a sum that zeros take much off
+    bias = torch.randn(shape[0], device=device, dtype=dtype)
+    quantised = fp8_linear.quantise(x, 0, 2)
+    assert error(in_order(quantised), x) < 0.05
+    sums = in_order(quantised).unflatten(1, (-1, 128)).sum(-1)
+    assert error(quantised.sums[:, :rows].T * quantised.scales[:rows, None], sums) < 1e-5
+    expected = in_order(quantised) @ matrix_of(weight).T + bias.double()
+    for _ in range(2):  # the counters of arrivals are as they were
+        y = grouped_int4.linear_int4(quantised, weight, bias)
+        assert error(y, expected) < (1e-5 if dtype == torch.float32 else 4e-3)
+    assert not arrival_counters(x.device).any()
+
+
+@on_devices
+@pytest.mark.parametrize("rows", [3, 300])
+def test_rows_are_rounded_for_int4_by_the_norm_and_the_activation(device, dtype, rows):
+    skip_unless_hopper(device)
+    if device == "cpu" and rows != 3:
+        pytest.skip("takes long in the interpreter")
+    hidden, width = 256, 384
+    norm = RMSNorm(hidden).to(device, dtype)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x, added = torch.randn(2, rows, hidden, device=device, dtype=dtype)
+    up, down = (make_weight(IN_8_BITS[0], shape, device) for shape in ((2 * width, hidden), (hidden, width)))
+    stream = PendingAdd(x, norm, pending_add=added)
+    gates = Int4Product(up).norm_linear(stream, None, gated=True)
+    after = Int4Product(down).linear_add(stream, gates, None, norm)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return in_order(fp8_linear.quantise(x.to(dtype), 0, 2))
+
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # a norm that is not rounded may get another code
+    gate, value = (rounded(norm(x + added)) @ matrix_of(up).T).chunk(2, dim=-1)
+    expected = F.silu(gate) * value
+    assert error(gates.activated(), expected) < tolerance
+    assert error(stream.normalised(), norm(x + added)) < tolerance
+    expected = (x + added).double() + rounded(expected) @ matrix_of(down).T
+    assert error(after.residual(), expected) < tolerance
+    y = Int4Product(up).linear(after.residual(), None)
+    assert error(y, rounded(after.x) @ matrix_of(up).T) < tolerance
+
+
+def test_int4_inputs_are_rounded_where_a_hopper_gpu_multiplies_whole_groups(monkeypatch):
+    def can_round(name: str, width: int = 256, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return grouped_int4.can_round_inputs(make_weight(name, (16, width), "cpu"), dtype)
+
+    assert not can_round(IN_8_BITS[0])  # on a CPU
+    gpu = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(runtime, "compiling_for", gpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert all(map(can_round, IN_8_BITS)) and can_round(IN_8_BITS[0], dtype=torch.float16)
+    assert not any(map(can_round, {*FORMATS} - {*IN_8_BITS}))
+    assert not can_round(IN_8_BITS[1], 96) and not can_round(IN_8_BITS[0], dtype=torch.float32)
+    gpu.major = 10
+    assert not can_round(IN_8_BITS[0])
 
 
 def prepared(x, residual, gain, group, keep=False) -> tuple:

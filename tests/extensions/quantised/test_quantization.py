@@ -5,6 +5,7 @@ any rank, and engines that keep it packed answer as transformers does with the u
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.experts.moe import Router, StackedLinear
-from nanovllm.extensions.quantised import scaled
+from nanovllm.extensions.quantised import integers, scaled
 from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
+from nanovllm.extensions.quantised.products import Int4Product
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
     DenseWeight,
@@ -418,6 +420,7 @@ def with_weights(form: str = "pack-quantized", **changes) -> dict:
     }
 
 
+ROUNDED = {"activation_dtype": "fp8"}  # the option, as formats get it
 GPTQ, FP8, AWQ, MODELOPT, NF4 = (
     PACKERS[name].config for name in ("gptq", "fp8 block", "awq", "modelopt", "nf4")
 )
@@ -632,6 +635,38 @@ def test_the_option_must_name_what_a_quantised_checkpoint_is():
         read_scheme(FP8, "int4")
     with pytest.raises(ValueError, match="quantization='fp8': the checkpoint is quantised already, as int4"):
         read_scheme(AWQ, "fp8")
+
+
+@pytest.mark.parametrize("config, option", [(GPTQ | {"group_size": 128}, None), (AWQ, None), ({}, "int4")])
+def test_int4_weights_may_round_their_inputs_to_8_bits(config, option):
+    """Groups of weights that are made here are of as many inputs as that takes."""
+    found = read_scheme(config | ROUNDED, option).find("model.layers.0.any").settings
+    assert found["rounds_inputs"] and found["stored_tile"] == (1, config.get("group_size", 128))
+    assert not read_scheme(config or None, option).find("model.layers.0.any").settings.get("rounds_inputs")
+
+
+@pytest.mark.parametrize("config, option", [(FP8, None), (NF4, None), ({}, "fp8"), ({}, None)])
+def test_inputs_of_other_weights_are_not_rounded(config, option):
+    with pytest.raises(ValueError, match="activation_dtype='fp8' is for weights in int4 and experts in MX"):
+        read_scheme(config | ROUNDED, option)
+
+
+def test_inputs_are_rounded_on_hopper_gpus_alone(monkeypatch, tmp_path):
+    """There every matrix but the head gets the product of 8 bits, whatever the number of rows."""
+    sizes = SIZES | dict(hidden_size=256, intermediate_size=384, head_dim=64)
+    folder = make_checkpoint(tmp_path / "floats", "qwen3", **sizes)
+    with pytest.raises(ValueError, match="activation_dtype='fp8' needs a Hopper GPU"):
+        LLM(str(folder), quantization="int4", activation_dtype="fp8", device="cpu")
+    monkeypatch.setattr(integers, "can_round_inputs", lambda weight, dtype: weight.group == 128)
+    model = build_model(replace(open_checkpoint(folder).hf_config(), quantization_config=ROUNDED), "int4")
+    load_model(model, open_checkpoint(folder))
+    for layer in (model.model.layers[0].self_attn.qkv_proj, model.model.layers[1].mlp.down_proj):
+        assert [type(product) for product in layer.products] == [Int4Product]
+        assert layer.product(10**6) is layer.products[0]
+    ordered = quantise(folder, tmp_path / "packed", PACKERS["gptq, ordered"])
+    monkeypatch.setattr(integers, "can_round_inputs", lambda weight, dtype: True)
+    with pytest.raises(ValueError, match="neighbouring inputs"):
+        LLM(str(ordered), activation_dtype="fp8", device="cpu")
 
 
 @pytest.mark.parametrize("value", ["int8", "", 4, True, ["fp8"]])

@@ -13,6 +13,7 @@ from quantised_checkpoints import PACKERS, mxfp4, quantise
 from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES
 from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES
 from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, LINEAR_TILES
+from nanovllm.extensions.quantised.kernels.grouped_int4 import INT4_TILES
 from nanovllm.extensions.startup.compile_ahead import settle_keys
 from nanovllm.kernels.runtime import HAVE_TRITON
 from tiny_checkpoints import make_checkpoint
@@ -36,7 +37,8 @@ from nanovllm.extensions.ranks.peer_group import stand_in
 model, rank, size, *desktop = sys.argv[1:]
 rank, size, (cache, kernels) = int(rank), int(size), desktop or ("auto", "none")
 config = ExtendedConfig(
-    model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache, tensor_parallel_size=size
+    model, device="cpu", dtype="bfloat16", max_num_seqs=300, kv_cache_dtype=cache, tensor_parallel_size=size,
+    activation_dtype=os.environ.get("ACTIVATIONS", "auto"),
 )
 config = config.with_checkpoint(open_checkpoint(config))
 gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472, major=9, minor=0)
@@ -171,6 +173,16 @@ def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, archi
     assert {name: names.count(name) for name in expected} == expected
     assert not {"_grouped_kernel", "_gates_kernel"} & {*names}
     assert ("_dequantise_kernel" in names) != is_mxfp4  # of other layers' weights, for prefill
+
+
+def test_the_kernels_of_int4_with_rounded_inputs_are_compiled_too(tmp_path, monkeypatch):
+    sizes = dict(head_dim=64, hidden_size=128, moe_intermediate_size=128, vocab_size=257)
+    floats = make_checkpoint(tmp_path / "floats", "qwen3_moe", **sizes)
+    folder = quantise(floats, tmp_path / "packed", PACKERS["pack 4, channel"])
+    monkeypatch.setenv("ACTIVATIONS", "fp8")
+    names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
+    assert names.count("_grouped_int4_kernel") == 4 * len(INT4_TILES)  # of experts and of attention
+    assert not {"_grouped_codes_kernel", "_dequantise_kernel"} & {*names}
 
 
 @pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])

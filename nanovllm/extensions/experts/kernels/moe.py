@@ -22,6 +22,7 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRow
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, multiply_codes
 from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
+from nanovllm.extensions.quantised.kernels.grouped_int4 import INT4_TILES, multiply_int4
 from nanovllm.extensions.quantised.kernels.permute_k import permuted_width
 from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
@@ -52,6 +53,7 @@ FP8 = GroupedGemm(multiply_fp8, FP8_TILES)
 FP8_BLOCKS = GroupedGemm(multiply_fp8, FP8_BLOCK_TILES)
 CODES = GroupedGemm(multiply_codes, CODE_TILES)
 MXFP4 = GroupedGemm(multiply_mxfp4, MXFP4_TILES)
+ROUNDED_INT4 = GroupedGemm(multiply_int4, INT4_TILES)
 
 
 def choose_kernels(x: Tensor, experts: ExpertWeights, is_prefill: bool) -> Gemv | GroupedGemm | None:
@@ -72,6 +74,8 @@ def choose_kernels(x: Tensor, experts: ExpertWeights, is_prefill: bool) -> Gemv 
         return DENSE
     if all(are_bricks):
         return MXFP4
+    if all(each.rounds_inputs for each in weights):
+        return ROUNDED_INT4
     return CODES if not any(are_bricks) and all(each.can_be_read() for each in weights) else DENSE
 
 

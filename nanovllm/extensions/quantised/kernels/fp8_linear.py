@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.permute_k import column_at
+from nanovllm.extensions.quantised.kernels.permute_k import column_at, column_at_fp8
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu, silu_and_mul_torch
 from nanovllm.kernels.layernorm import add_rms_norm_torch
@@ -32,6 +32,7 @@ from nanovllm.kernels.runtime import (
 GROUP = 128
 LARGEST, SMALLEST = 448.0, 1e-30  # code, and scale
 LARGEST_CODE, SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+INPUTS = tl.constexpr(GROUP)  # of a sum
 ROW_MULTIPLE = 16  # the library takes whole multiples of rows
 
 
@@ -45,6 +46,7 @@ class QuantisedRows(NamedTuple):
     scales: Tensor
     rows: int
     dtype: torch.dtype  # of x
+    sums: Tensor | None = None  # of codes of each 128 inputs, float32 [groups, padded rows], if permuted
 
 
 class Unscaled(NamedTuple):
@@ -109,12 +111,12 @@ def _one(device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.float32, device=device)
 
 
-def quantise(x: Tensor | Unscaled, group: int, gated: bool = False) -> QuantisedRows:
+def quantise(x: Tensor | Unscaled, group: int, per_byte: int = 0, gated: bool = False) -> QuantisedRows:
     """
     Quantise rows x [rows, width]; a scale is for `group` inputs, or for a row if that is 0. If gated, what is
-    quantised is `silu_and_mul` of rows [rows, 2 * width].
+    quantised is `silu_and_mul` of rows [rows, 2 * width]. `per_byte`: see `prepare_rows`.
     """
-    return prepare_rows(x, group, gated=gated)[0]
+    return prepare_rows(x, group, False, per_byte, gated)[0]
 
 
 def quantise_torch(x: Tensor, group: int) -> QuantisedRows:
@@ -141,7 +143,8 @@ def prepare_rows(
     `silu_and_mul` if gated; with a norm's weight as `layernorm.add_rms_norm`, and then x may be parts [rows,
     parts, width] of a sum, beside a residual. They are quantised, unless group is None; to `keep`, as they
     are, too. On GPUs, what is kept may have its columns permuted for a weight with `per_byte` codes in a
-    byte: then the width is a multiple of PADDING.
+    byte: then the width is a multiple of PADDING. So may quantised rows with one scale and a width that is a
+    multiple of GROUP, as `column_at_fp8` says, and then they have `sums`.
     -> quantised rows or None, the sum, the rows or None.
     """
     x = Unscaled.of(x)
@@ -156,10 +159,13 @@ def prepare_rows(
     values = x.values
     num_rows, width = len(values), values.shape[-1] // (1 + gated)
     block = next_power_of_2(width)
-    quantised, targets = None, (None, None, 0)
+    quantised, targets = None, (None, None, None, 0)
     if group is not None:
         quantised = _empty_rows(values, width, group)
-        targets = quantised.codes, quantised.scales, len(quantised.codes)
+        if per_byte:
+            sums = quantised.scales.new_empty(width // GROUP, len(quantised.codes))
+            quantised = quantised._replace(sums=sums)
+        targets = quantised.codes, quantised.scales, quantised.sums, len(quantised.codes)
     total = None if residual is None else torch.empty_like(residual)
     kept = values.new_empty(num_rows, width) if keep else None
     if num_rows:
@@ -180,7 +186,7 @@ def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
 
 
 @triton.jit
-def _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP):
+def _store_quantised(value, row, codes, scales, sums, padded_rows, WIDTH, BLOCK, GROUP):
     """Store a row, float32 [BLOCK], which is 0 beyond WIDTH."""
     if GROUP == 0:
         scale = tl.maximum(tl.max(tl.abs(value)) / LARGEST_CODE, SMALLEST_SCALE)
@@ -193,12 +199,17 @@ def _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP
         tl.store(scales + part.to(tl.int64) * padded_rows + row, scale, mask=part < WIDTH // GROUP)
         quotient = tl.reshape(parts / scale[:, None], [BLOCK])
     column = tl.arange(0, BLOCK)
-    tl.store(codes + row * WIDTH + column, quotient.to(codes.dtype.element_ty), mask=column < WIDTH)
+    code = quotient.to(codes.dtype.element_ty)
+    tl.store(codes + row * WIDTH + column, code, mask=column < WIDTH)
+    if sums is not None:
+        part = tl.arange(0, BLOCK // INPUTS)
+        its_sums = tl.sum(tl.reshape(code.to(tl.float32), [BLOCK // INPUTS, INPUTS]), axis=1)
+        tl.store(sums + part.to(tl.int64) * padded_rows + row, its_sums, mask=part < WIDTH // INPUTS)
 
 
 @triton.jit
 def _quantise_kernel(
-    x, row_scales, column_scales, residual, weight, total, normed, codes, scales, padded_rows,
+    x, row_scales, column_scales, residual, weight, total, normed, codes, scales, sums, padded_rows,
     eps, x_stride, residual_stride,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -217,8 +228,8 @@ def _quantise_kernel(
             tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if PER_BYTE > 0:  # WIDTH is a multiple of PADDING
-        column = column_at(column, PER_BYTE)
+    if PER_BYTE > 0:  # WIDTH is a whole number of the pieces that are permuted
+        column = column_at(column, PER_BYTE) if codes is None else column_at_fp8(column)
     inside = column < WIDTH
     if row_scales is not None:
         column_scale = masked_load(column_scales + column, inside)
@@ -248,4 +259,4 @@ def _quantise_kernel(
     if normed is not None:
         tl.store(normed + row * WIDTH + tl.arange(0, BLOCK), value, mask=inside)
     if codes is not None:
-        _store_quantised(value, row, codes, scales, padded_rows, WIDTH, BLOCK, GROUP)
+        _store_quantised(value, row, codes, scales, sums, padded_rows, WIDTH, BLOCK, GROUP)

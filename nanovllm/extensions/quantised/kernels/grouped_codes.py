@@ -18,7 +18,10 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     Tile,
     fewer_stages,
     find_tile,
+    parts_of_sums,
+    store_part,
     store_tile,
+    sum_of_parts,
 )
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
 from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k
@@ -97,9 +100,15 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
     if rows > 128 and weight.codes_per_byte == 2 and is_large and has_hopper_shared_memory(device):
         tile, programs = WIDE_TILE, 1
     tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
+    return with_splits(tile, rows, weight.shape, processors * programs)
+
+
+def with_splits(tile: Tile, rows: int, shape: tuple[int, int], programs: int) -> Tile:
+    """The tile whose inputs as many programs share as it takes to start so many in all."""
+    out_features, in_features = shape
     tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
     steps = cdiv(in_features, tile.BLOCK_K)
-    most = min(processors * programs // tiles, in_features // MIN_INPUTS)
+    most = min(programs // tiles, in_features // MIN_INPUTS)
     return tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
 
 
@@ -211,17 +220,10 @@ def _grouped_codes_kernel(
     if not SCALES_SUMS:
         acc = in_order(acc)
     if SIZES.SPLITS > 1:
-        its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
-        is_sum, size = is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
-        tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
-        tl.debug_barrier()
-        counter = operands.counters + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SIZES.SPLITS - 1:
+        its_sums, is_sum, size = parts_of_sums(row, is_row, tile, operands, tokens, SIZES)
+        if store_part(acc, its_sums, is_sum, size, operands) < SIZES.SPLITS - 1:
             return
-        tl.store(counter, 0)
-        acc = tl.zeros(acc.shape, tl.float32)
-        for split in range(SIZES.SPLITS):
-            acc += masked_load(its_sums + split * size, is_sum)
+        acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
@@ -236,15 +238,15 @@ def rows_in_halves(expert, block, SIZES):
     HALF: tl.constexpr = SIZES.BLOCK_N // 2
     ROWS: tl.constexpr = 8 * SIZES.WARPS
     line = tl.arange(0, SIZES.BLOCK_N)
-    row, is_row = _rows_at(expert, block, line // HALF, line % HALF, SIZES)
+    row, is_row = rows_at(expert, block, line // HALF, line % HALF, SIZES)
     upper = tl.arange(0, SIZES.BLOCK_N // ROWS)[:, None, None]
     place = upper // 2 * ROWS + tl.arange(0, ROWS)[None, :, None]
-    read, is_read = _rows_at(expert, block, upper % 2, place, SIZES)
+    read, is_read = rows_at(expert, block, upper % 2, place, SIZES)
     return row, is_row, read, is_read
 
 
 @triton.jit
-def _rows_at(expert, block, half, place, SIZES):
+def rows_at(expert, block, half, place, SIZES):
     """The weight's rows that stand at a place in one half of a program's rows, and whether they exist."""
     HALF: tl.constexpr = SIZES.BLOCK_N // 2
     if SIZES.PARTS == 2:

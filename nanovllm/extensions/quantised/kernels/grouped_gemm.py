@@ -184,6 +184,35 @@ def rows_in_turn(first, block, SIZES):
 
 
 @triton.jit
+def parts_of_sums(row, is_row, tile, operands, tokens, SIZES):
+    """
+    Where the sums of the programs that share a tile's inputs stand, [BLOCK_N, BLOCK_M]: addresses of the
+    first one's, which sums exist, and how far those of the next are.
+    """
+    _, _, assignment, is_real = tile
+    its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
+    return its_sums, is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
+
+
+@triton.jit
+def store_part(acc, its_sums, is_sum, size, operands):
+    """Store a program's sums. -> how many have stored theirs before."""
+    tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
+    tl.debug_barrier()
+    return tl.atomic_add(operands.counters + tl.program_id(0), 1, sem="acq_rel")
+
+
+@triton.jit
+def sum_of_parts(its_sums, is_sum, size, operands, SIZES):
+    """What all have stored, for the last one."""
+    tl.store(operands.counters + tl.program_id(0), 0)
+    acc = tl.zeros(its_sums.shape, tl.float32)
+    for split in range(SIZES.SPLITS):
+        acc += masked_load(its_sums + split * size, is_sum)
+    return acc
+
+
+@triton.jit
 def store_tile(acc, row, is_row, tile, operands, SIZES, AXIS, IN_TURN):
     """
     From sums, the weight's rows along this axis and assignments along the other one, to what is stored: with

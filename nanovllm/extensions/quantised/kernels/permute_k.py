@@ -71,6 +71,17 @@ def column_at(place, CODES_PER_BYTE):
 
 
 @triton.jit
+def column_at_fp8(place):
+    """
+    The same for codes of 4 bits that are multiplied in 8: the matrix unit takes four neighbouring inputs from
+    each thread, and of four bytes first the low halves, then the high ones.
+    """
+    within = place % 128
+    column = within % 16 // 4 * 32 + within % 32 // 16 * 16 + within // 32 * 4 + within % 4
+    return tl.max_contiguous(tl.multiple_of(place // 128 * 128 + column, 4), 4)
+
+
+@triton.jit
 def permuted(column, CODES_PER_BYTE):
     """
     Where an input stands when K is permuted. In a block, those whose codes are low halves of bytes come
