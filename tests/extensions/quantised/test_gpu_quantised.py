@@ -48,6 +48,21 @@ def rounded_group(name: str, size: int) -> int | None:
 def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
     tmp_path, name, architecture, size, overlap
 ):
+    assert_answers(tmp_path, name, architecture, size, overlap, rounded_group(name, size))
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize("name, architecture", [("awq", "qwen2"), ("pack 4, channel", "qwen3_moe")])
+def test_int4_with_inputs_of_8_bits_answers_as_transformers_does_with_such(
+    tmp_path, name, architecture, overlap
+):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    assert_answers(tmp_path, name, architecture, 512, overlap, 0, activation_dtype="fp8")
+
+
+def assert_answers(tmp_path, name, architecture, size, overlap, group, **options) -> None:
+    """`group`: as `rounded_group` has it."""
     sizes = dict(hidden_size=size, intermediate_size=size, head_dim=64, num_attention_heads=4)
     if architecture == "qwen3_moe":
         sizes["moe_intermediate_size"] = size // 2
@@ -56,11 +71,11 @@ def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
     packer = (PACKERS | {"mxfp4": mxfp4()})[name]
     folder = str(quantise(floats, tmp_path / "packed", packer, reference))
     prompts = make_prompts(40)
-    caches = {} if overlap else {"kv_cache_dtype": "int8", "enforce_eager": True}
-    with LLM(folder, dtype="bfloat16", max_num_seqs=40, **caches) as llm:
+    if not overlap:
+        options |= {"kv_cache_dtype": "int8", "enforce_eager": True}
+    with LLM(folder, dtype="bfloat16", max_num_seqs=40, **options) as llm:
         llm._overlap = overlap
         results = [result for n in BATCHES for result in llm.generate(prompts[:n], GREEDY, use_tqdm=False)]
-    group = rounded_group(name, size)
     assert_answers_as(reference, [prompt for n in BATCHES for prompt in prompts[:n]], results, group)
 
 
