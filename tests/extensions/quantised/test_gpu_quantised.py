@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_checks import GREEDY, assert_answers_as, make_prompts
-from quantised_checkpoints import PACKERS, mxfp4, quantise
+from quantised_checkpoints import PACKERS, awq, mxfp4, quantise
 
 from nanovllm import LLM
 from tiny_checkpoints import make_checkpoint
@@ -52,7 +52,7 @@ def test_quantised_weights_answer_as_transformers_does_with_the_unpacked_ones(
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
-@pytest.mark.parametrize("name, architecture", [("awq", "qwen2"), ("pack 4, channel", "qwen3_moe")])
+@pytest.mark.parametrize("name, architecture", [("awq of 128", "qwen2"), ("pack 4, channel", "qwen3_moe")])
 def test_int4_with_inputs_of_8_bits_answers_as_transformers_does_with_such(
     tmp_path, name, architecture, overlap
 ):
@@ -68,7 +68,7 @@ def assert_answers(tmp_path, name, architecture, size, overlap, group, **options
         sizes["moe_intermediate_size"] = size // 2
     floats = make_checkpoint(tmp_path / "floats", architecture, seed=6, **sizes, num_key_value_heads=2)
     reference = tmp_path / "reference"
-    packer = (PACKERS | {"mxfp4": mxfp4()})[name]
+    packer = (PACKERS | {"mxfp4": mxfp4(), "awq of 128": awq(128)})[name]
     folder = str(quantise(floats, tmp_path / "packed", packer, reference))
     prompts = make_prompts(40)
     if not overlap:

@@ -53,8 +53,9 @@ def can_round_inputs(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     device = weight.codes.device
     properties = gpu_properties(device)
     is_hopper = gpu_supports(device, 9, 0) and properties.major == 9
-    has_whole_groups = weight.kind == INT4 and weight.group % GROUP == weight.shape[1] % GROUP == 0
-    return is_hopper and dtype.itemsize == 2 and has_whole_groups and weight.offsets is None
+    is_int4 = weight.kind == INT4 and weight.tile[0] == 1 and weight.offsets is None
+    has_whole_groups = weight.group % GROUP == weight.shape[1] % GROUP == 0
+    return is_hopper and dtype.itemsize == 2 and is_int4 and has_whole_groups
 
 
 def linear_int4(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
