@@ -42,19 +42,23 @@ NF4 = {
 }
 NF4 |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
-# By name: the model, what `quantization` makes of its weights, or the file's own format.
-FORMATS: dict[str, tuple[dict[str, Any], str | None, dict[str, Any] | None]] = {
-    "bfloat16": (DENSE, None, None),
-    "fp8": (DENSE, "fp8", None),
-    "fp8, blocks": (DENSE, None, FP8_BLOCKS),
-    "int4, groups of 32": (DENSE, "int4", None),
-    "GPTQ, groups of 128": (DENSE, None, GPTQ),
-    "nf4": (DENSE, None, NF4),
-    "NVFP4": (DENSE, None, NVFP4),
-    "experts in bfloat16": (EXPERTS, None, None),
-    "experts in fp8": (EXPERTS, "fp8", None),
-    "experts in int4": (EXPERTS, "int4", None),
-    "experts in MXFP4": (GPT_OSS, None, {"quant_method": "mxfp4"}),
+ROUNDED = {"activation_dtype": "fp8"}
+# By name: the model, the engine's options, the file's own format.
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any] | None]] = {
+    "bfloat16": (DENSE, {}, None),
+    "fp8": (DENSE, {"quantization": "fp8"}, None),
+    "fp8, blocks": (DENSE, {}, FP8_BLOCKS),
+    "int4, groups of 32": (DENSE, {"quantization": "int4"}, None),
+    "GPTQ, groups of 128": (DENSE, {}, GPTQ),
+    "GPTQ, inputs of 8 bits": (DENSE, ROUNDED, GPTQ),
+    "nf4": (DENSE, {}, NF4),
+    "NVFP4": (DENSE, {}, NVFP4),
+    "experts in bfloat16": (EXPERTS, {}, None),
+    "experts in fp8": (EXPERTS, {"quantization": "fp8"}, None),
+    "experts in int4": (EXPERTS, {"quantization": "int4"}, None),
+    "experts in int4, inputs of 8 bits": (EXPERTS, {"quantization": "int4"} | ROUNDED, None),
+    "experts in MXFP4": (GPT_OSS, {}, {"quant_method": "mxfp4"}),
+    "experts in MXFP4, inputs of 8 bits": (GPT_OSS, ROUNDED, {"quant_method": "mxfp4"}),
 }
 TINY = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=8, head_dim=64, intermediate_size=512)
 REPEATS = 3
@@ -63,13 +67,13 @@ REPEATS = 3
 def measure(name: str, is_tiny: bool) -> dict[str, float]:
     from nanovllm import LLM, SamplingParams
 
-    config, quantization, of_file = FORMATS[name]
+    config, options, of_file = FORMATS[name]
     config = config | (TINY if is_tiny else {}) | ({"quantization_config": of_file} if of_file else {})
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        options = dict(load_format="dummy", max_num_seqs=256, gpu_memory_utilization=0.6)
-        llm = LLM(folder, quantization=quantization, **options)
+        options = options | dict(load_format="dummy", max_num_seqs=256, gpu_memory_utilization=0.6)
+        llm = LLM(folder, **options)
 
     def seconds(rows: int, prompt_len: int, max_tokens: int) -> float:
         prompts = [[rng.randrange(3, 32768) for _ in range(prompt_len)] for _ in range(rows)]

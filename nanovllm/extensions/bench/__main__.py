@@ -52,7 +52,7 @@ OPTIONS = {
 }
 ENGINE_OPTIONS = """
     tokenizer load_format model_impl max_num_seqs tensor_parallel_size dtype kv_cache_dtype quantization
-    device timeline extensions
+    activation_dtype device timeline extensions
 """.split()
 FLAGS = {
     "spread-output": "space the output lengths evenly, do not draw them",
