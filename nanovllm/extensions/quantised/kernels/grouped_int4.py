@@ -61,10 +61,14 @@ def can_round_inputs(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
 def linear_int4(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [rows, out], for permuted rows."""
     out = torch.empty(x.rows, weight.shape[0], dtype=x.dtype, device=x.codes.device)
-    tile = next(tile for most, tile in INT4_TILES.items() if x.rows <= most)
-    tile = with_splits(tile, x.rows, weight.shape, PROGRAMS * num_multiprocessors(out.device))
-    multiply_int4(x, weight, GroupedProduct(bias, None, out, tile))
+    multiply_int4(x, weight, GroupedProduct(bias, None, out, linear_tile(x.rows, weight, out.device)))
     return out
+
+
+def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Tile:
+    """As grouped_codes.py's."""
+    tile = next(tile for most, tile in INT4_TILES.items() if rows <= most)
+    return with_splits(tile, rows, weight.shape, PROGRAMS * num_multiprocessors(device))
 
 
 def multiply_int4(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
