@@ -837,6 +837,7 @@ MUTATIONS = [
         ("codes = _multiply_add(codes, scale, offset)", "codes = codes * scale"),
         ("                offset = _expand(next_shift.to(low.dtype))", "                pass"),
         ("_expand(high_scale.to(low.dtype))", "_expand(scale.to(low.dtype))"),
+        ("(1024 if IS_F16 else 128)", "128"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
         ("start = begin + step * STEP", "start = step * STEP"),
         ("if steps % count == 0", "if True"),
@@ -892,6 +893,12 @@ MUTATIONS = [
         "nanovllm/extensions/checkpoints/gguf_tokenizer",
         ("tokenizer.normalizer = normalizers.NFC()", "pass"),
         ('SPLITS_BY_ARCHITECTURE.get(given.get("general.architecture"), pre)', "pre"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/quantised/kernels/to_numbers",
+        ('"0x5c005c00"', '"0x58005800"'),
+        ('by=("2", "1")', 'by=("2", "2")'),
+        ('mask=("0x01c001c0", "0x0e000e00")', 'mask=("0x01c001c0", "0x0c000c00")'),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_weight",

@@ -7,7 +7,7 @@ reads a half or a quarter, and the model takes that much less memory. A weight i
 
 where one scale serves a scale group: a tensor, a row, a block of 128 x 128, or 16 to 128 inputs of a row.
 Formats differ in the kind of value, the shape of a scale group, and how checkpoints pack them. In memory, and
-by the rows of x that a GPU multiplies in bfloat16:
+by the rows of x that a GPU multiplies in bfloat16 (in float16 alike, but fp8 as int8):
 
 | format | values | besides | scales multiply | 1, 2 rows | to 256 rows | more rows |
 |---|---|---|---|---|---|---|
@@ -33,7 +33,7 @@ Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their 
 - With `activation_dtype="fp8"` int4, GPTQ and AWQ with scales for a multiple of 128 inputs have another
   product for all rows but a gemv's, `kernels/grouped_int4.py`: inputs are rounded to 8 bits, and the codes,
   which are numbers in e4m3 as they stand, are multiplied exactly. On Hopper GPUs.
-- *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in bfloat16.
+- *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in x's dtype.
 
 A gemv in 8 bits takes 1.35 times as long as reading the weights, in 4 bits 1.7 to 2.3 times; for 64 rows 8
 bits take twice as long, codes of 4 bits 3.5 to 4 times (docs/measurements.md has each, on an H100).
@@ -49,6 +49,7 @@ Read in this order:
   weight's, if that has one.
 - `fp8.py`, `fp4.py`, `integers.py`, `bitsandbytes.py`, `gguf.py` (`gguf_blocks.py` decodes its blocks): the
   formats.
-- `kernels/quantised_weight.py`: how packed values become numbers on a GPU, those of nf4 by `kernels/nf4.py`;
-  `kernels/multiply_words.py`: the steps of a gemv, which those of experts take as well.
+- `kernels/quantised_weight.py`: what kernels know of a weight. How its packed values become numbers on a GPU:
+  `kernels/to_numbers.py`, those of nf4 `kernels/nf4.py`, and in the steps of a gemv, which those of experts
+  take as well, `kernels/multiply_words.py`.
 """

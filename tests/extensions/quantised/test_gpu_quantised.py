@@ -61,6 +61,11 @@ def test_int4_with_inputs_of_8_bits_answers_as_transformers_does_with_such(
     assert_answers(tmp_path, name, architecture, 512, overlap, 0, activation_dtype="fp8")
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq, one group", "nf4", "pack 8"])
+def test_weights_of_models_in_float16_answer_as_transformers_does_too(tmp_path, name):
+    assert_answers(tmp_path, name, "llama", 512, True, None, dtype="float16")
+
+
 def assert_answers(tmp_path, name, architecture, size, overlap, group, **options) -> None:
     """`group`: as `rounded_group` has it."""
     sizes = dict(hidden_size=size, intermediate_size=size, head_dim=64, num_attention_heads=4)
@@ -73,7 +78,7 @@ def assert_answers(tmp_path, name, architecture, size, overlap, group, **options
     prompts = make_prompts(40)
     if not overlap:
         options |= {"kv_cache_dtype": "int8", "enforce_eager": True}
-    with LLM(folder, dtype="bfloat16", max_num_seqs=40, **options) as llm:
+    with LLM(folder, **{"dtype": "bfloat16", "max_num_seqs": 40} | options) as llm:
         llm._overlap = overlap
         results = [result for n in BATCHES for result in llm.generate(prompts[:n], GREEDY, use_tqdm=False)]
     assert_answers_as(reference, [prompt for n in BATCHES for prompt in prompts[:n]], results, group)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import ptx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from nanovllm.extensions.quantised.kernels import (
     grouped_int4,
     nf4,
     quantised_matvec,
+    to_numbers,
 )
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
@@ -78,6 +80,41 @@ def test_halves_of_bytes_hold_the_codes_they_were_given():
     assert pack(codes).shape == (5, 48)  # of whole blocks of 32
     assert torch.equal(unpack(pack(codes))[:, :70], codes)
     assert pack(codes)[0, 3] == codes[0, 3] + 16 * codes[0, 19]
+
+
+DTYPES = [torch.bfloat16, torch.float16]  # in the order in which instructions for both are kept
+
+
+def numbers_of(asm: str, dtype: torch.dtype, count: int, codes: torch.Tensor) -> list[torch.Tensor]:
+    """What instructions make of bytes, four at once: `count` tensors of as many numbers."""
+    words = codes.view(torch.int32).long() & 0xFFFFFFFF
+    found = [ptx.run(asm, 2 * count, [word]) for word in words.tolist()]
+    pairs = torch.tensor(found).view(-1, count, 2).to(torch.int32)
+    return [each.contiguous().view(dtype).flatten().double() for each in pairs.unbind(1)]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_instructions_turn_codes_into_the_numbers_that_they_stand_for(dtype):
+    """Without a GPU, each instruction spelled out: products of codes are made of these."""
+    which, codes = DTYPES.index(dtype), torch.arange(256, dtype=torch.uint8)
+    low, high = codes.long() & 15, codes.long() >> 4
+    finite = (codes & 127) < 127
+    [found] = numbers_of(to_numbers.E4M3_TO_NUMBERS.value[which], dtype, 1, codes)
+    assert torch.equal(found[finite], codes.view(torch.float8_e4m3fn)[finite].double())
+    above = [128, 1024][which]
+    for asm, half in ((to_numbers.LOW_HALVES, low), (to_numbers.HIGH_HALVES, high)):
+        [found] = numbers_of(asm.value[which], dtype, 1, codes)
+        assert torch.equal(found, above + half.double())
+    e2m1 = torch.tensor(NUMBERS_OF_CODES[3], dtype=torch.float64)
+    both = numbers_of(to_numbers.E2M1_TO_NUMBERS.value[which], dtype, 2, codes)
+    for found, half in zip(both, (low, high), strict=True):
+        assert torch.equal(found * 2.0 ** [126, 14][which], e2m1[half])
+    for kind, table in ((NF4_TABLE, 0), (FP4_TABLE, 1)):
+        asm = (nf4.TO_BF16, nf4.TO_F16)[which].value[table]
+        numbers = torch.tensor(NUMBERS_OF_CODES[kind], dtype=torch.float64)
+        for found, half in zip(numbers_of(asm, dtype, 2, codes), (low, high), strict=True):
+            torch.testing.assert_close(found, numbers[half], rtol=[2e-2, 2e-3][which], atol=0)
 
 
 @of_every_format
@@ -246,6 +283,19 @@ def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monke
     for _ in range(2):  # the counters of arrivals are as they were
         assert error(multiply_by_codes(x, weight, bias), expected) < tolerance
     assert not arrival_counters(x.device).any()
+
+
+@on_devices
+@of_every_format
+@pytest.mark.parametrize("rows", [3, 40, 256])
+def test_products_of_inputs_in_float16_are_right(device, dtype, name, rows):
+    """Weights are rounded to float16, too, which has more bits than bfloat16."""
+    if device == "cpu" and (rows != 3 or "zeros" not in name or "int4" not in name):
+        pytest.skip("takes long in the interpreter")
+    weight = make_weight(name, SHAPES[0], device)
+    x = torch.randn(rows, SHAPES[0][1], device=device, dtype=torch.float16)
+    y = multiply_by_codes(x, weight)
+    assert y.dtype == torch.float16 and error(y, x.double() @ matrix_of(weight).T) < 2e-3
 
 
 LARGE = (5376, 4096)  # 1,344 steps of wide tiles, 10 for each of 132 multiprocessors
@@ -498,7 +548,8 @@ def test_a_gpu_is_given_only_kernels_that_it_has_the_instructions_for(name, majo
     assert (used(1, True), used(20, True)) == USED[name, major, minor]
     assert used(1, False) == USED[name, major, minor][1]  # a prefill
     assert used(257, True) == ("8 bits" if USED[name, major, minor][1] == "8 bits" else "library")
-    assert used(20, True, torch.float16) == used(1, True, torch.float32) == "library"
+    assert used(20, True, torch.float16) == ("linear" if major >= 8 else "library")
+    assert used(1, True, torch.float32) == "library"
     monkeypatch.setattr(torch.version, "cuda", None)  # another maker's GPU
     assert used(1, True) == used(20, True) == "library"
 

@@ -1,4 +1,4 @@
-"""Products of weights in codes of 8 or 4 bits, which become bfloat16 on their way: grouped GEMM, and GEMM.
+"""Products of weights in codes of 8 or 4 bits, which become 16 on their way: grouped GEMM, and GEMM.
 
 Weights are the left side of the product, where the matrix unit takes them from registers. A thread reads 16
 bytes of a row at once and needs other inputs than its neighbours for each instruction of the matrix unit.
@@ -31,11 +31,13 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     MXFP4,
     NF4,
     QuantisedWeight,
-    codes_to_bf16,
-    e2m1_to_bf16,
-    halves_to_bf16,
-    power_of_two_bf16,
     scale_pair,
+)
+from nanovllm.extensions.quantised.kernels.to_numbers import (
+    codes_to_numbers,
+    e2m1_to_numbers,
+    halves_to_numbers,
+    power_of_two,
 )
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
@@ -76,15 +78,15 @@ def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) 
 
 def can_use_linear_codes(x: Tensor, weight: QuantisedWeight) -> bool:
     """Whether `linear_codes` works for these rows [rows, features], and is the fastest way."""
-    is_possible = use_triton(x) and x.dtype == torch.bfloat16 and weight.can_be_read()
+    is_possible = use_triton(x) and x.dtype in (torch.bfloat16, torch.float16) and weight.can_be_read()
     # Earlier GPUs do not compute in bfloat16.
     return is_possible and gpu_supports(x.device, 8, 0) and 0 < len(x) <= MAX_ROWS
 
 
 def linear_codes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """
-    x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights become bfloat16, sums
-    are float32.
+    x @ weight.T + bias: [rows, out], for x [rows, in] with permuted columns. Weights get x's dtype, sums are
+    float32.
     """
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
     multiply_codes(x, weight, GroupedProduct(bias, None, out, linear_tile(len(x), weight, x.device)))
@@ -159,8 +161,10 @@ def _grouped_codes_kernel(
     k = tl.arange(0, CHUNKS * BYTES)
     k = tl.max_contiguous(tl.multiple_of(k // BYTES * (BYTES * PER_BYTE) + k % BYTES, BYTES), BYTES)
     its_x = x + (assignment // SIZES.TOP_K)[None, :] * x_stride + k[:, None]
-    # What a code stands above its number; integers of 4 bits come with 128 added.
-    above: tl.constexpr = 128 if KIND == INT4 else 0
+    IS_F16: tl.constexpr = x.dtype.element_ty == tl.float16
+    DTYPE: tl.constexpr = tl.float16 if IS_F16 else tl.bfloat16
+    # What a code stands above its number; integers of 4 bits come with this added.
+    above: tl.constexpr = (1024 if IS_F16 else 128) if KIND == INT4 else 0
     row_zero = tl.full([1, 1, 1, 1], above + ZERO_POINT, tl.float32)
     if zeros is not None and GROUP == 0:
         row_zero = masked_load(zeros + grid_row, is_read).to(tl.float32) + above
@@ -183,20 +187,20 @@ def _grouped_codes_kernel(
         if PER_BYTE == 2:
             high_x = masked_load(its_x + start + BYTES, is_real[None, :])
             if KIND == INT4:
-                low, high = halves_to_bf16(found)
+                low, high = halves_to_numbers(found, DTYPE)
             elif KIND >= NF4:
-                low, high = look_up(found, tl.bfloat16, KIND - NF4)
+                low, high = look_up(found, DTYPE, KIND - NF4)
             else:
-                low, high = e2m1_to_bf16(found)
+                low, high = e2m1_to_numbers(found, DTYPE)
         else:
-            low = codes_to_bf16(found, KIND)
+            low = codes_to_numbers(found, KIND, DTYPE)
         scale, high_scale, zero = row_zero, row_zero, row_zero
         offset = tl.full([1, 1, 1, 1], -0.0, low.dtype)
         if SCALES_CODES:
             if KIND == FP4:
                 scale, high_scale = scale_pair(next_scale)
             else:
-                scale = power_of_two_bf16(next_scale) if KIND == MXFP4 else next_scale
+                scale = power_of_two(next_scale, DTYPE) if KIND == MXFP4 else next_scale
                 high_scale = scale
             scale, high_scale = _expand(scale.to(low.dtype)), _expand(high_scale.to(low.dtype))
             if zeros is not None:
@@ -290,13 +294,14 @@ def _to_number(codes, scale, zero, offset, HAS_ZERO, IS_SCALED):
 
 @triton.jit
 def _multiply_add(x, factor, added):
-    """x * factor + added in bfloat16, two an instruction, which the compiler alone does not promise."""
+    """x * factor + added in their dtype, two an instruction, which the compiler alone does not promise."""
     if IS_INTERPRETED:
         return x * factor + added
     else:
-        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        F16: tl.constexpr = x.dtype == tl.float16
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if F16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
         operands = [x, factor, added]
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r", operands, tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", operands, x.dtype, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -1,10 +1,8 @@
-"""Weights of 4 and 8 bits: what kernels know of them, and how codes become numbers.
+"""Weights of 4 and 8 bits: what kernels know of them.
 
 weight = (code - zero) * scale + offset, one of each for a tile of the matrix. A code is a byte (e4m3 or
 integer), or half of one: then a block of 32 inputs is 16 bytes, whose low halves are its first 16 codes and
-whose high halves are the others, so that a thread that reads 16 bytes has neighbours in both. Codes become
-floats by placing their bits beside an exponent, where a conversion instruction would cost several times as
-much.
+whose high halves are the others, so that a thread that reads 16 bytes has neighbours in both.
 """
 
 from typing import NamedTuple
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FP4_NUMBERS, NUMBERS, look_up, number_of
 from nanovllm.kernels import runtime
-from nanovllm.kernels.runtime import IS_INTERPRETED, cdiv, masked_load, tl, triton, use_triton
+from nanovllm.kernels.runtime import cdiv, masked_load, tl, triton, use_triton
 
 BLOCK = 32  # inputs whose 4-bit codes are packed together
 HALF = BLOCK // 2
@@ -202,109 +200,6 @@ def code_to_float(words, shift, KIND):
     else:
         bits, factor = (code & 8) << 12 | (code & 7) << 9, 16384.0
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
-
-
-@triton.jit
-def codes_to_bf16(codes, KIND):
-    """uint8 [..., n], codes of 8 bits -> bfloat16 of this shape, which is exact; float32 if interpreted."""
-    if IS_INTERPRETED:
-        return code_to_float(codes.to(tl.int32), 0, KIND)
-    if KIND == FP8:
-        # Moved to where bfloat16 has them, the bits are 2^-120 times the number. GPUs before Hopper cannot
-        # multiply pairs without adding: -0, which changes nothing.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, sign, factor, zero;
-            mov.b32 factor, 0x7b807b80;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 pair, $2, 0, 0x1404;
-            and.b32 sign, pair, 0x80008000;
-            shr.b32 pair, pair, 4;
-            and.b32 pair, pair, 0x07f007f0;
-            or.b32 pair, pair, sign;
-            fma.rn.bf16x2 $0, pair, factor, zero;
-            prmt.b32 pair, $2, 0, 0x3424;
-            and.b32 sign, pair, 0x80008000;
-            shr.b32 pair, pair, 4;
-            and.b32 pair, pair, 0x07f007f0;
-            or.b32 pair, pair, sign;
-            fma.rn.bf16x2 $1, pair, factor, zero;
-            }""",
-            "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    return codes.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
-
-
-@triton.jit
-def halves_to_bf16(packed):
-    """uint8 -> two bfloat16 tensors of its shape: 128 + the codes in the low, and in the high halves."""
-    if IS_INTERPRETED:
-        return (128 + (packed & 15)).to(tl.float32), (128 + (packed >> 4)).to(tl.float32)
-    low = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 halves;
-        and.b32 halves, $2, 0x0f0f0f0f;
-        prmt.b32 $0, halves, 0x43434343, 0x7170;
-        prmt.b32 $1, halves, 0x43434343, 0x7372;
-        }""",
-        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-    high = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 halves;
-        shr.b32 halves, $2, 4;
-        and.b32 halves, halves, 0x0f0f0f0f;
-        prmt.b32 $0, halves, 0x43434343, 0x7170;
-        prmt.b32 $1, halves, 0x43434343, 0x7372;
-        }""",
-        "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-    return low, high
-
-
-@triton.jit
-def e2m1_to_bf16(packed):
-    """
-    uint8 -> two bfloat16 tensors of its shape: the numbers in the low and in the high halves, times 2^-126
-    (where bfloat16 has these bits). `power_of_two_bf16` makes up for that.
-    """
-    if IS_INTERPRETED:
-        words = packed.to(tl.int32)
-        return code_to_float(words, 0, MXFP4), code_to_float(words, 4, MXFP4)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair, bits, sign;
-        prmt.b32 pair, $4, 0, 0x1404;
-        shr.b32 bits, pair, 2;
-        and.b32 bits, bits, 0x01c001c0;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        or.b32 $0, bits, sign;
-        shr.b32 bits, pair, 6;
-        and.b32 bits, bits, 0x01c001c0;
-        and.b32 sign, pair, 0x80008000;
-        or.b32 $2, bits, sign;
-        prmt.b32 pair, $4, 0, 0x3424;
-        shr.b32 bits, pair, 2;
-        and.b32 bits, bits, 0x01c001c0;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        or.b32 $1, bits, sign;
-        shr.b32 bits, pair, 6;
-        and.b32 bits, bits, 0x01c001c0;
-        and.b32 sign, pair, 0x80008000;
-        or.b32 $3, bits, sign;
-        }""",
-        "=&r,=&r,=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def power_of_two_bf16(scale):
-    """2^(scale - 127) for bytes up to 128, times what `e2m1_to_bf16` leaves out."""
-    if IS_INTERPRETED:
-        return tl.exp2(scale.to(tl.float32) - 127)
-    return ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
