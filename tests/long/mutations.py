@@ -895,6 +895,11 @@ MUTATIONS = [
         ('SPLITS_BY_ARCHITECTURE.get(given.get("general.architecture"), pre)', "pre"),
     ),
     *mutations_of(
+        "nanovllm/extensions/quantised/memory",
+        ("return get_group().size * (resident", "return (resident"),
+        ('* os.sysconf("SC_PAGE_SIZE") + size)', '* os.sysconf("SC_PAGE_SIZE"))'),
+    ),
+    *mutations_of(
         "nanovllm/extensions/quantised/kernels/to_numbers",
         ('"0x5c005c00"', '"0x58005800"'),
         ('by=("2", "1")', 'by=("2", "2")'),
@@ -1018,6 +1023,8 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/scaled",
+        ("if self.library is not None and not is_on_gpu", "if False and not is_on_gpu"),
+        ("self.library.multiply(x, self.packed, bias)", "self.library.multiply(x, self.packed)"),
         ("unpack(codes, 4, 1)", "unpack(codes)"),
         ("codes[:, first : first + stop - start]", "codes[:, : stop - start]"),
         ("(table[1:] + table[:-1]) / 2", "table[1:]"),

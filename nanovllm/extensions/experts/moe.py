@@ -170,8 +170,10 @@ class StackedLinear(LinearBase):
 
     def set_matrix(self, matrix: Weight) -> None:
         self.is_dense, is_scaled = isinstance(matrix, DenseWeight), isinstance(matrix, ScaledWeight)
+        if not self.is_dense:
+            matrix.library = None  # parts of it are multiplied
         if isinstance(matrix, GGUF):
-            matrix.is_stacked, matrix.library = True, None
+            matrix.is_stacked = True
         elif not (self.is_dense or is_scaled) or getattr(matrix, "order", None) is not None:
             kind = "inputs in an order of their own" if is_scaled else type(matrix).__name__
             raise ValueError(f"quantised weights of experts with {kind} are not supported")

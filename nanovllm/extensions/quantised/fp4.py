@@ -47,6 +47,7 @@ class Fp4(ScaledWeight):
         combine = torch.mul if self.source is MODELOPT_NVFP4 else torch.div
         combine(self.scales.data, self.factors, out=self.scales.data)
         self.factors.fill_(1)
+        super().finish()
 
     def load_factor(self, loaded: Any, shard: Shard) -> None:
         check_stored(loaded, () if tuple(loaded.shape) == () else (1,), {torch.float32})

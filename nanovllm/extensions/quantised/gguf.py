@@ -8,12 +8,9 @@ faster: this is kept beside the codes where there is memory for both, else it is
 float32 the product for codes is several times slower than oneDNN's: only converted weights are made.
 """
 
-import contextlib
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, starmap
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +21,7 @@ from nanovllm.extensions.quantised.fp4 import MXFP4_OF_GGUF, Mxfp4
 from nanovllm.extensions.quantised.gguf_blocks import TYPES, Groups
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise, unpack
 from nanovllm.extensions.quantised.kernels.quantised_weight import pack as pack_halves
+from nanovllm.extensions.quantised.memory import host_memory
 from nanovllm.extensions.quantised.products import fast_products
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.extensions.quantised.scheme import Format, Scheme
@@ -40,7 +38,6 @@ MANY_ROWS = {1: 64, 2: 32}
 SOME_ROWS = {1: 8, 2: 4}
 PIECE = 2**20  # weights that are converted at a time
 JOINED = 2**26  # bytes of matrices that are read as one
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def read_gguf(config: dict[str, Any]) -> Scheme:
@@ -60,16 +57,6 @@ def read_gguf(config: dict[str, Any]) -> Scheme:
     others = format if is_fast else None
     experts = Format(Mxfp4, {"source": MXFP4_OF_GGUF}) if config.get("has_mxfp4_experts") else others
     return Scheme([format, experts or format], lambda name: experts if ".experts." in name else others)
-
-
-def host_memory() -> int:
-    """Bytes that the system, or the container, has in all; 0 if it does not say."""
-    if not hasattr(os, "sysconf"):
-        return 0
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
-        total = min(total, int(CONTAINER_LIMIT.read_text()))
-    return total
 
 
 class GGUF(Weight):

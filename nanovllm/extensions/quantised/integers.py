@@ -112,12 +112,12 @@ class Integers(ScaledWeight):
 
     def finish(self) -> None:
         """Put the inputs in the groups' order."""
-        if self.order is None or self._found_order is None:
-            return
-        self.order.data.copy_(self._found_order)
-        for rows in self.pieces(self.shape[0]):
-            self.set_codes(rows, self.quantised.codes_of(rows)[:, self.order])
-        self._found_order = None  # so that codes stay in order when another weight is loaded again
+        if self.order is not None and self._found_order is not None:
+            self.order.data.copy_(self._found_order)
+            for rows in self.pieces(self.shape[0]):
+                self.set_codes(rows, self.quantised.codes_of(rows)[:, self.order])
+            self._found_order = None  # so that codes stay in order when another weight is loaded again
+        super().finish()
 
 
 class Int8(Integers):

@@ -25,8 +25,9 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     pack,
     unpack,
 )
+from nanovllm.extensions.quantised.memory import has_room
 from nanovllm.extensions.quantised.products import fast_products
-from nanovllm.kernels.runtime import cdiv, use_triton
+from nanovllm.kernels.runtime import cdiv, is_on_gpu, use_triton
 from nanovllm.layers.linear import Product, Shard, Weight
 from nanovllm.utils.loader import StoredTensor, check_finite, check_stored
 
@@ -82,6 +83,8 @@ class ScaledWeight(Weight):
     lowest: float
     highest: float
     make_gemv = None  # see `fast_products`
+    library: Any = None  # see `Scheme.make_weight`
+    packed: Tensor | None = None  # the weight as the library multiplies it
     zero_point = 0  # where there are no `zeros`
     table, largest, rounds_inputs = 0, None, False  # see `QuantisedWeight`
     kept_codes: Tensor | None = None  # what is kept for each code of a checkpoint, if not itself
@@ -136,16 +139,33 @@ class ScaledWeight(Weight):
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """By a kernel for some rows, and else by the library, from floats that are made in pieces."""
+        """By a kernel for some rows, and else by the library, from floats that are made in pieces or kept."""
+        if self.packed is not None:
+            return self.library.multiply(x, self.packed, bias)
         weight = self.quantised
         if use_triton(x) and weight.can_be_read():
             return multiply_by_kernels(x, weight, bias)
         outputs = []
         for rows in self.pieces(self.shape[0]):
-            piece = dequantise_torch(weight, rows, weight.product_dtype).to(x.dtype)
             its_bias = None if bias is None else bias[rows]
-            outputs.append(F.linear(x, piece, its_bias))
+            outputs.append(F.linear(x, self.floats(rows, x.dtype), its_bias))
         return torch.cat(outputs, dim=-1)
+
+    def floats(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """These rows, which begin with a tile, as a CPU multiplies them."""
+        weight = self.quantised
+        return dequantise_torch(weight, rows, weight.product_dtype).to(dtype)
+
+    def finish(self) -> None:
+        """
+        Where a CPU has room for it, the weight is kept in floats, too: to make them anew for every product
+        would take most of a decode step.
+        """
+        self.packed = None
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if self.library is not None and not is_on_gpu(self.weight) and has_room(size):
+            pieces = [self.floats(rows, self.dtype) for rows in self.pieces(self.shape[0])]
+            self.packed = self.library.pack(torch.cat(pieces))
 
     def products(self, layer: Any) -> list[Product]:
         return fast_products(self.quantised, layer, self.dtype, self.make_gemv)

@@ -12,7 +12,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.checkpoints.gguf_file import GGUFTensor
 from nanovllm.extensions.products import onednn
-from nanovllm.extensions.quantised import gguf
+from nanovllm.extensions.quantised import gguf, memory
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.gguf import (
     BITS,
@@ -113,12 +113,12 @@ def test_a_weight_kept_beside_its_codes_multiplies_what_is_more_than_some_rows(k
 
 def test_weights_are_kept_beside_codes_where_half_of_the_memory_holds_both(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(gguf, "CONTAINER_LIMIT", limit)
-    physical = gguf.host_memory()
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
+    physical = memory.host_memory()
     assert physical > 2**28
     for written, expected in [("max\n", None), ("8000\n", 8000), (f"{2**62}\n", None)]:
         limit.write_text(written)
-        assert gguf.host_memory() == (expected or physical)
+        assert memory.host_memory() == (expected or physical)
     limit.write_text("8000")
     with torch_defaults(torch.bfloat16, CPU):
         for num_weights, keeps in [(1000, True), (1001, False)]:
@@ -128,7 +128,7 @@ def test_weights_are_kept_beside_codes_where_half_of_the_memory_holds_both(tmp_p
         scheme = read_scheme({"quant_method": "gguf", "num_weights": 1}, None)
         assert scheme.formats[0].settings == {"keeps_weight": False}
     monkeypatch.delattr("os.sysconf")
-    assert gguf.host_memory() == 0
+    assert memory.host_memory() == 0
 
 
 @pytest.mark.parametrize("kind", BITS)

@@ -21,7 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.experts.moe import Router, StackedLinear
-from nanovllm.extensions.quantised import integers, scaled
+from nanovllm.extensions.quantised import integers, memory, scaled
 from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
@@ -35,7 +35,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import load_model, pack_weights
 from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
 
 # Neither blocks of 128 nor groups of 64 end where the parts of two ranks do.
@@ -626,6 +626,47 @@ def test_dummy_weights_are_quantised_random_matrices(tmp_path, floats, name, arc
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1)
         assert torch.equal(matrix, matrix_of(again))
     assert not torch.equal(*(matrix_of(layer) for name, layer in first.items() if "down_proj" in name))
+
+
+def packed_layers(folder: Path) -> dict[str, LinearBase]:
+    model = load(folder)
+    pack_weights(model)
+    return linear_layers(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 block", "int group, asymmetric", "gptq, ordered", "modelopt nvfp4", "nf4"]
+)
+def test_a_cpu_keeps_weights_in_floats_where_it_has_room(tmp_path, monkeypatch, floats, name):
+    folder = quantise(floats("qwen3"), tmp_path, PACKERS[name])
+    kept = packed_layers(folder)
+    monkeypatch.setattr(scaled, "has_room", lambda size: False)
+    for key, layer in packed_layers(folder).items():
+        if isinstance(layer.matrix, scaled.ScaledWeight):
+            assert kept[key].matrix.packed is not None and layer.matrix.packed is None
+            out_features, in_features = layer.matrix.shape
+            x, bias = torch.randn(3, in_features), torch.randn(out_features)
+            found, expected = (each.matrix.multiply(x, bias) for each in (kept[key], layer))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_there_is_room_as_long_as_all_ranks_leave_half_of_the_memory(tmp_path, monkeypatch):
+    pages = tmp_path / "statm"
+    pages.write_text("900 10 3 1 0 40 0\n")
+    monkeypatch.setattr(memory, "OWN_PAGES", pages)
+    page = memory.os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(memory, "host_memory", lambda: 100 * page)
+    assert memory.has_room(40 * page) and not memory.has_room(40 * page + 1)
+    with use_group(Group(1, 2)):
+        assert memory.has_room(15 * page) and not memory.has_room(15 * page + 1)
+    pages.unlink()
+    assert not memory.has_room(1)  # another system than Linux
+
+
+def test_experts_are_not_kept_in_floats(tmp_path, floats):
+    layers = packed_layers(quantise(floats("qwen3_moe"), tmp_path, PACKERS["fp8 block"]))
+    packed = {type(layer) for layer in layers.values() if getattr(layer.matrix, "packed", None) is not None}
+    assert packed and StackedLinear not in packed
 
 
 def test_the_option_must_name_what_a_quantised_checkpoint_is():
