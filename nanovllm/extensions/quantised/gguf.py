@@ -86,9 +86,10 @@ class GGUF(Weight):
         return y if bias is None else y + bias
 
     def products(self, layer: Any) -> list[Product]:
-        if [type(run) for run in self.runs] != [KernelCodes]:
+        if not self.runs or not all(isinstance(run, KernelCodes) for run in self.runs):
             return []
-        return fast_products(self.runs[0].weight, layer, self.dtype, self.make_gemv)
+        weights = [run.weight for run in self.runs]
+        return fast_products(weights, layer, self.dtype, self.make_gemv)
 
     @property
     def quantised(self) -> Any:

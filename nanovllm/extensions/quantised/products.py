@@ -29,7 +29,11 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
 )
 from nanovllm.extensions.quantised.kernels.grouped_int4 import linear_int4
 from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k
-from nanovllm.extensions.quantised.kernels.quantised_matvec import can_use_quantised_matvec, quantised_matvec
+from nanovllm.extensions.quantised.kernels.quantised_matvec import (
+    can_use_quantised_matvec,
+    matvec_of_parts,
+    quantised_matvec,
+)
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -172,17 +176,24 @@ class CodesProduct(PreparedProduct):
 
 
 def fast_products(
-    weight: QuantisedWeight, layer: Any, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
+    weights: list[QuantisedWeight], layer: Any, dtype: torch.dtype, make_gemv: Callable[..., Product] | None
 ) -> list[Product]:
     """
     What this device has for inputs of this dtype: for a row or two, and for more; in 8 bits beside a residual
     stream alone, where the norm or the activation quantises. `make_gemv` makes the first one of what
-    multiplies, as for dense weights; None if there is none for these either.
+    multiplies, as for dense weights; None if there is none for these either. Several weights are one below
+    the other, and have that one alone.
     """
     found: list[Product] = []
+    weight = weights[0]
     row = torch.empty(1, 1, dtype=dtype, device=weight.codes.device).expand(1, weight.shape[1])
-    if make_gemv is not None and can_use_quantised_matvec(row, weight):
-        found.append(make_gemv(functools.partial(quantised_matvec, weight=weight)))
+    if make_gemv is not None and all(can_use_quantised_matvec(row, each) for each in weights):
+        multiply = functools.partial(matvec_of_parts, weights=weights)
+        if len(weights) == 1:
+            multiply = functools.partial(quantised_matvec, weight=weight)
+        found.append(make_gemv(multiply))
+    if len(weights) > 1:
+        return found
     if weight.is_fp8:
         if layer.hidden_size is not None and can_use_fp8(row, weight):
             found.append(Fp8Product(weight))

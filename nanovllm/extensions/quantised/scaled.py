@@ -168,7 +168,7 @@ class ScaledWeight(Weight):
             self.packed = self.library.pack(torch.cat(pieces))
 
     def products(self, layer: Any) -> list[Product]:
-        return fast_products(self.quantised, layer, self.dtype, self.make_gemv)
+        return fast_products([self.quantised], layer, self.dtype, self.make_gemv)
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
         """Rows that are converted together, so that their copies take little memory."""

@@ -1,6 +1,7 @@
 """Products of GGUF's types, which stay packed on a CPU that computes in bfloat16."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from nanovllm.extensions.quantised.gguf import (
     join,
     pack_for_kernels,
 )
+from nanovllm.extensions.quantised.kernels.quantised_matvec import matvec_of_parts, quantised_matvec
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise
 from nanovllm.extensions.quantised.scaled import multiply_by_kernels
 from nanovllm.kernels import runtime
@@ -129,6 +131,32 @@ def test_weights_are_kept_beside_codes_where_half_of_the_memory_holds_both(tmp_p
         assert scheme.formats[0].settings == {"keeps_weight": False}
     monkeypatch.delattr("os.sysconf")
     assert memory.host_memory() == 0
+
+
+def test_one_row_is_multiplied_by_a_gemv_also_where_parts_have_different_types(monkeypatch):
+    """On a GPU, unless one of them is not packed."""
+    monkeypatch.setattr(runtime, "compiling_for", SimpleNamespace(major=9, minor=0))
+    monkeypatch.setattr(runtime, "TRITON_DEVICES", {"cpu"})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with torch_defaults(torch.bfloat16, CPU):
+        weight = GGUF({"": Shard((64, 256))})
+    weight.make_gemv = lambda multiply: multiply
+    whole = slice(None), slice(None)
+    [first], [second] = (
+        join(
+            pack_for_kernels(each, kind)
+            for each in as_stored(random_rows(64, 256, kind), kind).groups(*whole)
+        )
+        for kind in ("Q4_K", "Q6_K")
+    )
+    for weight.runs, expected in [
+        ([first], [quantised_matvec]),
+        ([first, second], [matvec_of_parts]),
+        ([first, Converted((None,), torch.zeros(64, 256))], []),
+    ]:
+        found = weight.products(SimpleNamespace(hidden_size=256))
+        assert [getattr(each, "func", None) for each in found][: len(expected)] == expected
+        assert len(found) == len(expected) + (len(weight.runs) == 1)
 
 
 @pytest.mark.parametrize("kind", BITS)

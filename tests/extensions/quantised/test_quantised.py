@@ -248,6 +248,25 @@ def test_matrix_vector_products_are_right(device, dtype, name, shape, rows):
 
 
 @on_devices
+def test_a_weight_of_parts_in_several_formats_is_multiplied_as_one(device, dtype):
+    """As a GGUF file has queries, keys and values."""
+    names, heights = ["int4, groups of 32 with offsets", "int8, groups of 16", "nf4"], [16, 16, 32]
+    parts = [make_weight(name, (height, 128), device) for name, height in zip(names, heights, strict=True)]
+    matrix = torch.cat([*map(matrix_of, parts)])
+    x, norm = torch.randn(2, 128, device=device, dtype=dtype), torch.rand(128, device=device, dtype=dtype)
+    bias = torch.randn(64, device=device, dtype=dtype)
+    residual = torch.randn(2, 64, device=device, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    got = quantised_matvec.matvec_of_parts(x, parts, bias, residual=residual)
+    assert error(got, x.double() @ matrix.T + bias.double() + residual.double()) < tolerance
+    wide = x.double()
+    wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    gate, up = (wide @ matrix.T).chunk(2, dim=-1)
+    got = quantised_matvec.matvec_of_parts(x, parts, None, norm, EPS, silu_and_mul=True)
+    assert error(got, F.silu(gate) * up) < 2 * tolerance
+
+
+@on_devices
 @pytest.mark.parametrize("size", [2e-38, 1e-30, 1e6])  # the first is near the smallest
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "int8, a scale a row", "int4, groups of 32"])
 def test_matrix_vector_products_take_inputs_of_every_size(device, dtype, name, size):

@@ -7,6 +7,8 @@ float16, see multiply_words.py: the input is brought into its range by a power o
 sums are float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from nanovllm.extensions.quantised.kernels.multiply_words import (
     widen,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
+from nanovllm.kernels import activation
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
     cdiv,
@@ -71,6 +74,28 @@ def quantised_matvec(
         **overlap_options(x.device),
     )  # fmt: skip
     return out
+
+
+def matvec_of_parts(
+    x: Tensor,
+    weights: Sequence[QuantisedWeight],
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    silu_and_mul: bool = False,
+) -> Tensor:
+    """As `quantised_matvec`, with a weight that is several, one below the other, in formats of their own."""
+    heights = [weight.shape[0] for weight in weights]
+    biases, residuals = (
+        [None] * len(heights) if each is None else each.split(heights, -1) for each in (bias, residual)
+    )
+    outputs = [
+        quantised_matvec(x, weight, its_bias, norm_weight, eps, its_residual)
+        for weight, its_bias, its_residual in zip(weights, biases, residuals, strict=True)
+    ]
+    y = torch.cat(outputs, dim=-1)
+    return activation.silu_and_mul(y) if silu_and_mul else y
 
 
 def matvec_sizes(
