@@ -34,8 +34,8 @@ GEMM:
 | MXFP4, on Hopper      | bricks of 16 rows        | values, up to the row's     | <= 2    | grouped_mxfp4   |
 |                       | and 128 such inputs      | largest one, which: sums    |         |                 |
 
-Inputs are multiplied in their own dtype, by grouped_gemm's fp8 kernel in fp8, by grouped_codes in bfloat16
-and by grouped_mxfp4 as sums of two fp8 numbers. A gemv applies scales to sums over 16 or 32 inputs. Weights
+Inputs are multiplied in their own dtype, but by grouped_gemm's fp8 kernel and by grouped_int4 in fp8, and by
+grouped_mxfp4 as sums of two fp8 numbers. A gemv applies scales to sums over 16 or 32 inputs. Weights
 of any other format are converted first and then multiplied as dense ones.
 
 It needs `extensions/quantised` for the formats of its weights.

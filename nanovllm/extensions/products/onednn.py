@@ -5,6 +5,7 @@ read with `to_dense`.
 """
 
 import functools
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ FEWEST_ROWS = 1  # the layout is chosen for so many rows; measured, it is no slo
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """The weight [out, in] in oneDNN's layout, or None where it cannot be multiplied so."""
+    """
+    The weight [out, in] in oneDNN's layout, or None where it cannot be multiplied so. It is said if the dtype
+    is one that torch then multiplies many times as slowly as others.
+    """
     if is_on_gpu(weight) or not torch.backends.mkldnn.is_available() or not weight.numel():
         return None
     ops = torch.ops.mkldnn
@@ -26,7 +30,14 @@ def pack(weight: Tensor) -> Tensor | None:
         torch.float16: ops._is_mkldnn_fp16_supported(),
         torch.float32: True,
     }
-    return ops._reorder_linear_weight(weight.detach(), FEWEST_ROWS) if computes.get(weight.dtype) else None
+    if computes.get(weight.dtype):
+        return ops._reorder_linear_weight(weight.detach(), FEWEST_ROWS)
+    if weight.dtype == torch.float16:
+        message = (
+            "this CPU is slow in float16 with more than one token a step: see dtype='bfloat16', 'float32'"
+        )
+        warnings.warn(message, stacklevel=2)
+    return None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

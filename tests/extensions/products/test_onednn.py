@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_checks import normalised, tolerance
 
-from nanovllm.extensions.products.onednn import PackedHead
+from nanovllm.extensions.products.onednn import PackedHead, pack
 from nanovllm.extensions.products.products import FoldingWeight
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ReplicatedLinear
@@ -70,3 +70,9 @@ def test_weights_stay_as_they_are_where_onednn_cannot_multiply_them(monkeypatch)
     for module in (layer, head):
         module.finish()
         assert not module.weight.is_mkldnn
+
+
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU computes in float16")
+def test_a_warning_says_that_a_cpu_is_slow_in_float16():
+    with pytest.warns(UserWarning, match="slow in float16 .*dtype='bfloat16'"):
+        assert pack(torch.zeros(4, 4, dtype=torch.float16)) is None
