@@ -1321,7 +1321,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",
-        ('name = f"model.{name}"', "pass"),
+        ('return f"model.{name}" if is_without else name', "return name"),
         ("name = tied.get(name, name)", "pass"),
         ("if not torch.equal(other[...], tensor[...]):", "if False:"),
     ),
@@ -1375,6 +1375,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/adapter",
         ("saved = saved.t()", "pass"),
+        ("own_name(name, model, known): found", "name: found"),
+        ("text_name(key.removeprefix(PREFIX))", "key.removeprefix(PREFIX)"),
         ("if sum(not PLAIN_NAME.fullmatch(key) for key in given) > MAX_PATTERNS:", "if False:"),
     ),
     *mutations_of(

@@ -133,6 +133,24 @@ def test_experts_may_have_their_outputs_first(tmp_path):
     assert answers(folder) == expected
 
 
+@pytest.mark.parametrize("begin", ["model.language_model.", "language_model.model."])
+def test_an_adapter_may_have_names_of_the_whole(tmp_path, begin):
+    folder, lora = make_whole(tmp_path / "base", "Gemma3"), tmp_path / "lora"
+    name, a, b = "layers.0.self_attn.q_proj", torch.randn(4, 64), torch.randn(64, 4)
+    tower = "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+    factors = {f"base_model.model.{begin}{name}.lora_{each}.weight": x for each, x in (("A", a), ("B", b))}
+    factors |= {f"base_model.model.{tower}.lora_{each}.weight": torch.randn(32, 32) for each in "AB"}
+    lora.mkdir()
+    save_file(factors, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    plain, found = answers(folder), answers(folder, lora=str(lora))
+    tensors = load_file(folder / "model.safetensors")
+    [merged] = [each for each in tensors if each.endswith(name + ".weight") and "vision" not in each]
+    tensors[merged] += b @ a
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert found == answers(folder) != plain
+
+
 def test_what_reads_images_is_not_read(tmp_path):
     folder = make_whole(tmp_path, "Qwen3VL")
     file = folder / "model.safetensors"
