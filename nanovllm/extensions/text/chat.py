@@ -33,7 +33,7 @@ def render(
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
     form = chat_template_content_format
-    has_parts = any(isinstance(message["content"], list) for chat in chats for message in chat)
+    has_parts = any(isinstance(message.get("content"), list) for chat in chats for message in chat)
     if form == "auto" and has_parts and not _takes_parts(tokenizer, chat_template):
         form = "string"
     options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
@@ -60,7 +60,7 @@ def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
 
 def _in_form(form: str, message: dict[str, Any], name: str) -> dict[str, Any]:
     """The message with a content of this form: a "string", parts ("openai"), or as it was given ("auto")."""
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, str) and form == "openai":
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):

@@ -243,6 +243,20 @@ def test_the_form_of_contents_may_be_said(llm, form, text):
     assert result.prompt == ("(one)" if form == "openai" else "one;")
 
 
+def test_a_message_that_calls_tools_needs_no_content(llm):
+    """As the openai package writes an answer without its empty fields."""
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    chat = [{"role": "user", "content": PARTS}, called, {"role": "tool", "content": "42"}]
+    shown = "{{ m.content if m.content is string else m.tool_calls[0].function.name }};"
+    template = "{% for m in messages %}" + shown + "{% endfor %}"
+    for form in "string", "auto":
+        options = dict(chat_template=template, chat_template_content_format=form, use_tqdm=False)
+        [result] = llm.chat(chat, GREEDY, **options)
+        assert result.prompt == "one\ntwo;f;42;"
+    with pytest.raises(ValueError, match="role and content, or tool_calls, got {'role': 'assistant'}"):
+        llm.chat([{"role": "assistant"}], GREEDY, **options)
+
+
 def test_a_part_may_be_a_bare_text_and_must_be_one(llm):
     options = dict(chat_template=STRINGS, use_tqdm=False)
     [result] = llm.chat([{"role": "user", "content": ["one", *PARTS]}], GREEDY, **options)
