@@ -1321,6 +1321,10 @@ MUTATIONS = [
         ('    "activation_function": "hidden_act",\n', ""),
     ),
     *mutations_of(
+        "nanovllm/extensions/checkpoints/opening",
+        (" | config.hf_overrides | text", " | config.hf_overrides"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/checkpoints/names",
         ('return f"model.{name}" if is_without else name', "return name"),
         ("name = tied.get(name, name)", "pass"),

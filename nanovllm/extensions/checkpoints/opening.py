@@ -14,6 +14,7 @@ from nanovllm.extensions.checkpoints.made_up import SHAPES, ShapeCheckpoint, fil
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
+from nanovllm.utils.validation import check
 
 
 def open_checkpoint(
@@ -38,7 +39,10 @@ def open_checkpoint(
     if config.hf_overrides:
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
-        checkpoint.config = checkpoint.config | config.hf_overrides
+        # The configuration of what also reads images is that of its text part by now.
+        text = config.hf_overrides.get("text_config") or {}
+        check(isinstance(text, dict), "hf_overrides: text_config must be an object", text)
+        checkpoint.config = checkpoint.config | config.hf_overrides | text
     if config.activation_dtype != "auto":
         checkpoint.read_config = functools.partial(_with_activations, read_config, config.activation_dtype)
     downloads.pop("revision", None)  # is the model's

@@ -193,11 +193,11 @@ def test_of_a_gemma_3n_neither_images_nor_sounds_are_read(tmp_path):
     assert "audio_config" not in opened(folder, whole).config
 
 
-def opened(folder: Path, config: dict):
+def opened(folder: Path, config: dict, **options):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="no images"):
-        return open_checkpoint(folder, "dummy")
+        return open_checkpoint(folder, "dummy", **options)
 
 
 def test_fields_at_the_top_are_those_of_the_text(tmp_path):
@@ -216,6 +216,15 @@ def test_fields_at_the_top_are_those_of_the_text(tmp_path):
     assert found.architectures == ["Qwen2ForCausalLM"] and found.hidden_size == 64
     assert found.rope_parameters["rope_theta"] == 1e6 and found.dtype == "bfloat16"
     assert found.tie_word_embeddings and 7 in checkpoint.named_eos()
+
+
+def test_fields_of_the_text_may_be_overridden_where_the_file_has_them(tmp_path):
+    config = dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", text_config=TEXT)
+    for overrides in {"max_position_embeddings": 99}, {"text_config": {"max_position_embeddings": 99}}:
+        found = opened(tmp_path, config, hf_overrides=overrides).hf_config()
+        assert found.context_limit == 99 and found.hidden_size == 64
+    with pytest.raises(ValueError, match="hf_overrides: text_config must be an object, got 5"):
+        opened(tmp_path, config, hf_overrides={"text_config": 5})
 
 
 @pytest.mark.parametrize("is_newer", [False, True])
