@@ -1322,7 +1322,9 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/opening",
-        (" | config.hf_overrides | text", " | config.hf_overrides"),
+        ("config.hf_overrides | text)", "config.hf_overrides)"),
+        ('if "rope_theta" in others:', "if False:"),
+        ("found if full is rope else", "found if True else"),
     ),
     *mutations_of(
         "nanovllm/extensions/checkpoints/names",
