@@ -339,10 +339,13 @@ def test_rotary_settings_may_be_overridden_however_the_file_spells_them(
 
 def test_rotary_settings_of_layers_with_a_window_are_not_those_that_are_overridden(tmp_path):
     folder = make_checkpoint(tmp_path, "gemma3", tokenizer=False)
-    plain = open_checkpoint(folder).hf_config()
+    kinds = {
+        f"{kind}_attention": {"rope_type": "default", "rope_theta": 777.0} for kind in ("full", "sliding")
+    }
+    edit_json(folder / "config.json", rope_parameters=kinds)
     found = open_checkpoint(folder, hf_overrides={"rope_scaling": YARN, "rope_theta": 500.0}).hf_config()
     assert found.rope_parameters["rope_theta"] == 500.0 and found.context_limit == 2048
-    assert found.local_rope_parameters == plain.local_rope_parameters
+    assert found.local_rope_parameters["rope_theta"] == 777.0
     with pytest.raises(ValueError, match="hf_overrides: rope_scaling must be an object, got 'yarn'"):
         open_checkpoint(folder, hf_overrides={"rope_scaling": "yarn"})
 
