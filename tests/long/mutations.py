@@ -1321,6 +1321,11 @@ MUTATIONS = [
         ('    "activation_function": "hidden_act",\n', ""),
     ),
     *mutations_of(
+        "nanovllm/extensions/text/chat",
+        ("[[*map(_with_objects, given)], given]", "[given]"),
+        ("_with_objects, given)], given]", "_with_objects, given)]]"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/checkpoints/opening",
         ("config.hf_overrides | text)", "config.hf_overrides)"),
         ('if "rope_theta" in others:', "if False:"),
