@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import forked_ranks  # noqa: F401
+from open_checkpoints import open_checkpoint
 from tqdm import tqdm
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
@@ -22,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.extensions.api.engine_args import command_line_options
 from nanovllm.extensions.api.foreign_options import FILLED_IN, NEUTRAL, REFUSED, WITHOUT_EFFECT, make_config
 from nanovllm.extensions.safety.options import ExtendedConfig
-from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread  # noqa: F401
+from tiny_checkpoints import EXACT, edit_json, make_checkpoint, one_thread, spell_rope  # noqa: F401
 
 OPTIONS = dict(**EXACT, num_kvcache_blocks=40)
 GREEDY = SamplingParams(0, 4, True)
@@ -317,6 +318,36 @@ def test_overrides_are_read_as_if_config_json_had_them(tmp_path, folder):
         assert tokens(llm) == tokens(expected)
         with LLM(folder, **OPTIONS, hf_overrides=overrides, tensor_parallel_size=2) as two:
             assert tokens(two) == tokens(expected)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    "overrides", [{"rope_scaling": YARN}, {"rope_theta": 500.0}, {"rope_scaling": YARN, "rope_theta": 500.0}]
+)
+def test_rotary_settings_may_be_overridden_however_the_file_spells_them(
+    tmp_path, folder, spelling, overrides
+):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    spell_rope(tmp_path, spelling)
+    found = open_checkpoint(tmp_path, hf_overrides=overrides).hf_config()
+    assert found.rope_parameters["rope_theta"] == overrides.get("rope_theta", 10000.0)
+    assert found.context_limit == (2048 if "rope_scaling" in overrides else 512)
+
+
+def test_rotary_settings_of_layers_with_a_window_are_not_those_that_are_overridden(tmp_path):
+    folder = make_checkpoint(tmp_path, "gemma3", tokenizer=False)
+    kinds = {
+        f"{kind}_attention": {"rope_type": "default", "rope_theta": 777.0} for kind in ("full", "sliding")
+    }
+    edit_json(folder / "config.json", rope_parameters=kinds)
+    found = open_checkpoint(folder, hf_overrides={"rope_scaling": YARN, "rope_theta": 500.0}).hf_config()
+    assert found.rope_parameters["rope_theta"] == 500.0 and found.context_limit == 2048
+    assert found.local_rope_parameters["rope_theta"] == 777.0
+    with pytest.raises(ValueError, match="hf_overrides: rope_scaling must be an object, got 'yarn'"):
+        open_checkpoint(folder, hf_overrides={"rope_scaling": "yarn"})
 
 
 def test_overrides_need_a_config_json():

@@ -106,6 +106,7 @@ TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
         ("Mistral", {}, (4096, 4096, 4096)),  # what a file that says nothing means
         ("Mistral", {"sliding_window": None}, (0, 0, 0)),
         ("Mistral", {"sliding_window": 7}, (7, 7, 7)),
+        ("Mistral", {"use_sliding_window": False, "sliding_window": 7}, (7, 7, 7)),  # a field of Qwen's
         ("Qwen2", {"sliding_window": 7, "max_window_layers": 1}, (0, 0, 0)),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (0, 7, 7)),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 7}, (0, 0, 0)),  # from layer 28 on

@@ -525,6 +525,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/safety/prompt_checks",
+        ('isdisjoint(("content", "tool_calls"))', 'isdisjoint(("content",))'),
         ("length + max_tokens > most]", "length + max_tokens >= most]"),
         ('", ..." * (len(found) > 3)', '", ..." * (len(found) >= 3)'),
     ),
@@ -1347,8 +1348,19 @@ MUTATIONS = [
         ('    "activation_function": "hidden_act",\n', ""),
     ),
     *mutations_of(
+        "nanovllm/extensions/text/chat",
+        ("[[*map(_with_objects, given)], given]", "[given]"),
+        ("_with_objects, given)], given]", "_with_objects, given)]]"),
+    ),
+    *mutations_of(
+        "nanovllm/extensions/checkpoints/opening",
+        ("config.hf_overrides | text)", "config.hf_overrides)"),
+        ('if "rope_theta" in others:', "if False:"),
+        ("found if full is rope else", "found if True else"),
+    ),
+    *mutations_of(
         "nanovllm/extensions/checkpoints/names",
-        ('name = f"model.{name}"', "pass"),
+        ('return f"model.{name}" if is_without else name', "return name"),
         ("name = tied.get(name, name)", "pass"),
         ("if not torch.equal(other[...], tensor[...]):", "if False:"),
     ),
@@ -1402,6 +1414,8 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/adapter",
         ("saved = saved.t()", "pass"),
+        ("own_name(name, model, known): found", "name: found"),
+        ("text_name(key.removeprefix(PREFIX))", "key.removeprefix(PREFIX)"),
         ("if sum(not PLAIN_NAME.fullmatch(key) for key in given) > MAX_PATTERNS:", "if False:"),
     ),
     *mutations_of(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from nanovllm.checkpoints.folder import Checkpoint, read_json
 from nanovllm.extensions.checkpoints.hub import fetch
 from nanovllm.extensions.checkpoints.library_errors import library_errors
-from nanovllm.extensions.checkpoints.names import MadeTensor, tied_names
+from nanovllm.extensions.checkpoints.names import MadeTensor, own_name, tied_names
+from nanovllm.extensions.checkpoints.text_part import text_name
 from nanovllm.extensions.checkpoints.untrusted import file_inside
 from nanovllm.extensions.quantised.patterns import pattern
 from nanovllm.utils.validation import check, is_number, shown
@@ -99,7 +100,8 @@ class Adapter:
         The tensors of a checkpoint, by the model's names, with the adapter in those that it changes. Raises
         ValueError, also for a part of the adapter that no tensor has taken.
         """
-        shared, parts = tied_names(model).values(), self._read()
+        shared, read = tied_names(model).values(), self._read()
+        parts = {own_name(name, model, known): found for name, found in read.items()}
         for tensor in tensors:
             found = parts.pop(tensor.name, {})
             if found and tensor.name in shared:
@@ -121,14 +123,19 @@ class Adapter:
             raise ValueError(f"{self.file}: the model has no tensor to merge with {names}")
 
     def _read(self) -> dict[str, dict[str, Tensor]]:
-        """By names of a checkpoint's tensors: what to take instead ("whole"), the factors of what to add."""
+        """
+        By names of a checkpoint's tensors: what to take instead ("whole"), the factors of what to add.
+        Without what is for images, which no model here reads.
+        """
         from safetensors.torch import load_file
 
         with library_errors(f"{self.file} is not a complete safetensors file"):
             stored = load_file(self.file)
         parts = defaultdict(dict)
         for key, tensor in stored.items():
-            name = key.removeprefix(PREFIX)
+            name = text_name(key.removeprefix(PREFIX))
+            if name is None:
+                continue
             if found := FACTOR.fullmatch(name):
                 parts[f"{found[1]}.weight"][found[2]] = tensor
             elif "lora_" in name:

@@ -41,13 +41,8 @@ def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[st
     if hasattr(model, "converted"):
         tensors = model.converted(tensors, known)
     tied, found = tied_names(model), {}
-    renamed_parts = getattr(model, "renamed_parts", {})
     for tensor in tensors:
-        name = tensor.name
-        for theirs, ours in renamed_parts.items():
-            name = name.replace(theirs, ours)
-        if name not in known and f"model.{name}" in known:
-            name = f"model.{name}"
+        name = own_name(tensor.name, model, known)
         name = tied.get(name, name)
         if name in tied.values():
             other = found.setdefault(name, tensor)
@@ -60,6 +55,14 @@ def with_names_of(tensors: Iterable[Any], model: nn.Module, known: Collection[st
                 continue
         if name in known or not name.endswith(IGNORED):
             yield renamed(tensor, name)
+
+
+def own_name(name: str, model: nn.Module, known: Collection[str]) -> str:
+    """What the model calls a tensor that has this name in files."""
+    for theirs, ours in getattr(model, "renamed_parts", {}).items():
+        name = name.replace(theirs, ours)
+    is_without = name not in known and f"model.{name}" in known
+    return f"model.{name}" if is_without else name
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

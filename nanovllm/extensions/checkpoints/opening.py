@@ -14,6 +14,7 @@ from nanovllm.extensions.checkpoints.made_up import SHAPES, ShapeCheckpoint, fil
 from nanovllm.extensions.checkpoints.names import with_names_of
 from nanovllm.extensions.checkpoints.text_part import open_text_part
 from nanovllm.extensions.checkpoints.untrusted import CheckedFolder
+from nanovllm.utils.validation import check
 
 
 def open_checkpoint(
@@ -38,7 +39,10 @@ def open_checkpoint(
     if config.hf_overrides:
         if not isinstance(checkpoint, CheckedFolder):
             raise ValueError(f"hf_overrides are for config.json, which {checkpoint.path!r} does not have")
-        checkpoint.config = checkpoint.config | config.hf_overrides
+        # The configuration of what also reads images is that of its text part by now.
+        text = config.hf_overrides.get("text_config") or {}
+        check(isinstance(text, dict), "hf_overrides: text_config must be an object", text)
+        checkpoint.config = _overridden(checkpoint.config, config.hf_overrides | text)
     if config.activation_dtype != "auto":
         checkpoint.read_config = functools.partial(_with_activations, read_config, config.activation_dtype)
     downloads.pop("revision", None)  # is the model's
@@ -51,6 +55,25 @@ def open_checkpoint(
         with library_errors("tokenizer"):
             checkpoint.tokenizer = _open(name, "auto", downloads, models, only_tokenizer=True).tokenizer
     return checkpoint
+
+
+def _overridden(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """
+    The fields of a configuration with others in their place. Where it has all rotary settings in
+    `rope_parameters`, as transformers 5 writes them, the older names of fields mean a part of that.
+    """
+    rope, others = fields.get("rope_parameters"), dict(overrides)
+    if not isinstance(rope, dict) or "rope_parameters" in others:
+        return fields | others
+    full = rope.get("full_attention")  # beside those of layers with a window
+    full = full if isinstance(full, dict) else rope
+    scaling = others.pop("rope_scaling", full) or {}
+    check(isinstance(scaling, dict), "hf_overrides: rope_scaling must be an object", scaling)
+    kept = {"rope_theta", "partial_rotary_factor"} & full.keys()
+    found = {name: full[name] for name in kept} | scaling
+    if "rope_theta" in others:
+        found["rope_theta"] = others.pop("rope_theta")
+    return fields | others | {"rope_parameters": found if full is rope else rope | {"full_attention": found}}
 
 
 def _with_activations(read: Callable[..., ModelConfig], dtype: str, *source: Any) -> ModelConfig:

@@ -29,7 +29,6 @@ DEFAULTS = {
     "attention_bias": False,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
-    "use_sliding_window": True,
 }
 # What a file may ask for if its model has a default. A window is for layers from `max_window_layers` on,
 # without every `sliding_window_pattern`-th.
@@ -37,6 +36,7 @@ OPTIONAL = {
     "mlp_bias": False,
     "use_qk_norm": True,
     "sliding_window": None,
+    "use_sliding_window": True,
     "max_window_layers": 0,
     "sliding_window_pattern": 0,
 }

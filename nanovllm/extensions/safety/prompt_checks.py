@@ -122,11 +122,12 @@ class CheckedInputProcessor(InputProcessor):
         check(isinstance(form, str) and form in CONTENT_FORMATS, rule, form)
 
     def check_conversation(self, conversation: Any, name: str) -> None:
-        rule = f"{name} must be a list of dicts with role and content"
+        rule = f"{name} must be a list of dicts with role and content, or tool_calls"
         check(isinstance(conversation, list | tuple) and len(conversation) > 0, rule, conversation)
         for message in conversation:
-            check(isinstance(message, dict) and {"role", "content"} <= message.keys(), rule, message)
-            role, content = message["role"], message["content"]
+            is_message = isinstance(message, dict) and "role" in message
+            check(is_message and not message.keys().isdisjoint(("content", "tool_calls")), rule, message)
+            role, content = message["role"], message.get("content")
             check(isinstance(role, str), f"{name}: role must be a string", role)
             rule_of_content = f"{name}: content must be a string, None, or parts that the template knows"
             check(isinstance(content, str | list | dict | None), rule_of_content, content)

@@ -1,5 +1,7 @@
 """Conversations as text, which the checkpoint's chat template writes. What is given has been checked."""
 
+import contextlib
+import json
 import re
 from collections.abc import Iterable, Set
 from typing import Any
@@ -33,19 +35,35 @@ def render(
     if tokenizer is None or (chat_template or tokenizer.chat_template) is None:
         raise ValueError(f"the tokenizer of {model!r} has no chat template")
     form = chat_template_content_format
-    has_parts = any(isinstance(message["content"], list) for chat in chats for message in chat)
+    has_parts = any(isinstance(message.get("content"), list) for chat in chats for message in chat)
     if form == "auto" and has_parts and not _takes_parts(tokenizer, chat_template):
         form = "string"
     options = {"add_generation_prompt": True, **options, **(chat_template_kwargs or {})}
     options["chat_template"] = chat_template
     texts = []
     for i, chat in enumerate(chats):
-        conversation = [_in_form(form, message, f"conversation {i}") for message in chat]
-        try:
-            texts.append(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
-        except Exception as error:  # whatever a template raises
-            raise ValueError(f"the chat template does not accept conversation {i}: {error}") from error
+        given = [_in_form(form, message, f"conversation {i}") for message in chat]
+        for conversation in [[*map(_with_objects, given)], given]:  # few templates want JSON
+            try:
+                texts.append(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+                break
+            except Exception as error:  # whatever a template raises
+                problem = error
+        else:
+            raise ValueError(f"the chat template does not accept conversation {i}: {problem}") from problem
     return texts
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with objects as arguments of tool calls, where OpenAI's have JSON."""
+    calls = message.get("tool_calls")
+    found = []
+    for call in calls if isinstance(calls, list) else ():
+        with contextlib.suppress(TypeError, ValueError, LookupError, RecursionError):  # whatever it is
+            arguments = json.loads(call["function"]["arguments"])
+            call = call | {"function": call["function"] | {"arguments": arguments}}
+        found.append(call)
+    return message | {"tool_calls": found} if found else message
 
 
 def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
@@ -60,7 +78,7 @@ def _takes_parts(tokenizer: Any, chat_template: str | None) -> bool:
 
 def _in_form(form: str, message: dict[str, Any], name: str) -> dict[str, Any]:
     """The message with a content of this form: a "string", parts ("openai"), or as it was given ("auto")."""
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, str) and form == "openai":
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):

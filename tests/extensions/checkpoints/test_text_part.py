@@ -133,6 +133,24 @@ def test_experts_may_have_their_outputs_first(tmp_path):
     assert answers(folder) == expected
 
 
+@pytest.mark.parametrize("begin", ["model.language_model.", "language_model.model."])
+def test_an_adapter_may_have_names_of_the_whole(tmp_path, begin):
+    folder, lora = make_whole(tmp_path / "base", "Gemma3"), tmp_path / "lora"
+    name, a, b = "layers.0.self_attn.q_proj", torch.randn(4, 64), torch.randn(64, 4)
+    tower = "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+    factors = {f"base_model.model.{begin}{name}.lora_{each}.weight": x for each, x in (("A", a), ("B", b))}
+    factors |= {f"base_model.model.{tower}.lora_{each}.weight": torch.randn(32, 32) for each in "AB"}
+    lora.mkdir()
+    save_file(factors, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    plain, found = answers(folder), answers(folder, lora=str(lora))
+    tensors = load_file(folder / "model.safetensors")
+    [merged] = [each for each in tensors if each.endswith(name + ".weight") and "vision" not in each]
+    tensors[merged] += b @ a
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert found == answers(folder) != plain
+
+
 def test_what_reads_images_is_not_read(tmp_path):
     folder = make_whole(tmp_path, "Qwen3VL")
     file = folder / "model.safetensors"
@@ -175,11 +193,11 @@ def test_of_a_gemma_3n_neither_images_nor_sounds_are_read(tmp_path):
     assert "audio_config" not in opened(folder, whole).config
 
 
-def opened(folder: Path, config: dict):
+def opened(folder: Path, config: dict, **options):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="no images"):
-        return open_checkpoint(folder, "dummy")
+        return open_checkpoint(folder, "dummy", **options)
 
 
 def test_fields_at_the_top_are_those_of_the_text(tmp_path):
@@ -198,6 +216,15 @@ def test_fields_at_the_top_are_those_of_the_text(tmp_path):
     assert found.architectures == ["Qwen2ForCausalLM"] and found.hidden_size == 64
     assert found.rope_parameters["rope_theta"] == 1e6 and found.dtype == "bfloat16"
     assert found.tie_word_embeddings and 7 in checkpoint.named_eos()
+
+
+def test_fields_of_the_text_may_be_overridden_where_the_file_has_them(tmp_path):
+    config = dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", text_config=TEXT)
+    for overrides in {"max_position_embeddings": 99}, {"text_config": {"max_position_embeddings": 99}}:
+        found = opened(tmp_path, config, hf_overrides=overrides).hf_config()
+        assert found.context_limit == 99 and found.hidden_size == 64
+    with pytest.raises(ValueError, match="hf_overrides: text_config must be an object, got 5"):
+        opened(tmp_path, config, hf_overrides={"text_config": 5})
 
 
 @pytest.mark.parametrize("is_newer", [False, True])

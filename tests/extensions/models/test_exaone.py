@@ -94,6 +94,19 @@ def test_its_weights_may_be_quantised(tmp_path):
     assert_answers(make_exaone(packed, tmp_path / "exaone"), reference)
 
 
+def test_an_adapter_has_names_of_the_file(tmp_path):
+    folder, lora = make_exaone(make_llama(tmp_path / "llama", False), tmp_path / "exaone"), tmp_path / "lora"
+    name, a, b = "transformer.h.1.attn.attention.out_proj", torch.randn(4, 160), torch.randn(64, 4)
+    lora.mkdir()
+    factors = {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    save_file(factors, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4}))
+    tensors = load_file(tmp_path / "llama/model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"] += b @ a
+    save_file(tensors, tmp_path / "llama/model.safetensors", {"format": "pt"})
+    assert_answers(folder, tmp_path / "llama", lora=str(lora))
+
+
 def test_it_is_read_from_a_gguf_file(tmp_path):
     """There rows are in the order that they have here, unlike Llama's, and the scaling comes as factors."""
     llama = make_llama(tmp_path / "llama", is_tied=True)

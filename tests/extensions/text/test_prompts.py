@@ -1,5 +1,6 @@
 """What may be given as prompts, conversations and parameters."""
 
+import json
 import sys
 
 import numpy as np
@@ -241,6 +242,48 @@ def test_the_form_of_contents_may_be_said(llm, form, text):
     assert result.prompt == text
     [result] = llm.chat([{"role": "user", "content": "one"}], GREEDY, use_tqdm=False, **options)
     assert result.prompt == ("(one)" if form == "openai" else "one;")
+
+
+def test_a_message_that_calls_tools_needs_no_content(llm):
+    """As the openai package writes an answer without its empty fields."""
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    chat = [{"role": "user", "content": PARTS}, called, {"role": "tool", "content": "42"}]
+    shown = "{{ m.content if m.content is string else m.tool_calls[0].function.name }};"
+    template = "{% for m in messages %}" + shown + "{% endfor %}"
+    for form in "string", "auto":
+        options = dict(chat_template=template, chat_template_content_format=form, use_tqdm=False)
+        [result] = llm.chat(chat, GREEDY, **options)
+        assert result.prompt == "one\ntwo;f;42;"
+    with pytest.raises(ValueError, match="role and content, or tool_calls, got {'role': 'assistant'}"):
+        llm.chat([{"role": "assistant"}], GREEDY, **options)
+
+
+@pytest.mark.parametrize(
+    "shown, text",
+    [
+        ("{{ arguments | tojson }}", '{"a": [1, "b"]}'),  # as of Llama 3.1 and Qwen2.5
+        ("{% for name in arguments.keys() %}{{ name }}{% endfor %}", "a"),  # GLM-4.5
+        ("{{ 'json ' + arguments }}", 'json {"a":[1,"b"]}'),  # DeepSeek-V3
+    ],
+)
+def test_arguments_of_tools_may_be_json_whatever_the_template_wants(llm, shown, text):
+    """OpenAI's messages have them as a text."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":[1,"b"]}'}}
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    arguments = "{% set arguments = messages[1].tool_calls[0].function.arguments %}"
+    [result] = llm.chat(chat, GREEDY, use_tqdm=False, chat_template=arguments + shown)
+    assert result.prompt == text and call["function"]["arguments"] == '{"a":[1,"b"]}'
+
+
+@pytest.mark.parametrize(
+    "calls", [7, [7], [{"function": 7}], [{"function": {"arguments": "{"}}], [{}]], ids=str
+)
+def test_calls_of_tools_that_cannot_be_read_are_the_templates_business(llm, calls):
+    template = "{{ messages[0].tool_calls | tojson }}"
+    [result] = llm.chat(
+        [{"role": "assistant", "tool_calls": calls}], GREEDY, use_tqdm=False, chat_template=template
+    )
+    assert json.loads(result.prompt) == calls
 
 
 def test_a_part_may_be_a_bare_text_and_must_be_one(llm):
