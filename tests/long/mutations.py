@@ -525,7 +525,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/safety/prompt_checks",
-        ('isdisjoint(("content", "tool_calls"))', 'isdisjoint(("content",))'),
+        ('{"content", "tool_calls"}', '{"content"}'),
         ("length + max_tokens > most]", "length + max_tokens >= most]"),
         ('", ..." * (len(found) > 3)', '", ..." * (len(found) >= 3)'),
     ),

@@ -123,11 +123,11 @@ class CheckedInputProcessor(InputProcessor):
 
     def check_conversation(self, conversation: Any, name: str) -> None:
         rule = f"{name} must be a list of dicts with role and content, or tool_calls"
-        check(isinstance(conversation, list | tuple) and len(conversation) > 0, rule, conversation)
+        check(isinstance(conversation, list | tuple) and conversation, rule, conversation)
         for message in conversation:
-            is_message = isinstance(message, dict) and "role" in message
-            check(is_message and not message.keys().isdisjoint(("content", "tool_calls")), rule, message)
-            role, content = message["role"], message.get("content")
+            has_content = isinstance(message, dict) and message.keys() & {"content", "tool_calls"}
+            check(has_content and "role" in message, rule, message)
+            role, content = map(message.get, ("role", "content"))
             check(isinstance(role, str), f"{name}: role must be a string", role)
             rule_of_content = f"{name}: content must be a string, None, or parts that the template knows"
             check(isinstance(content, str | list | dict | None), rule_of_content, content)
