@@ -1025,6 +1025,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/scaled",
+        ("torch.cat(pieces) if self.is_stacked else", "torch.cat(pieces) if False else"),
         ("if self.library is not None and not is_on_gpu", "if False and not is_on_gpu"),
         ("self.library.multiply(x, self.packed, bias)", "self.library.multiply(x, self.packed)"),
         ("unpack(codes, 4, 1)", "unpack(codes)"),

@@ -170,10 +170,9 @@ class StackedLinear(LinearBase):
 
     def set_matrix(self, matrix: Weight) -> None:
         self.is_dense, is_scaled = isinstance(matrix, DenseWeight), isinstance(matrix, ScaledWeight)
-        if not self.is_dense:
-            matrix.library = None  # parts of it are multiplied
+        matrix.is_stacked = True
         if isinstance(matrix, GGUF):
-            matrix.is_stacked = True
+            matrix.library = None
         elif not (self.is_dense or is_scaled) or getattr(matrix, "order", None) is not None:
             kind = "inputs in an order of their own" if is_scaled else type(matrix).__name__
             raise ValueError(f"quantised weights of experts with {kind} are not supported")
@@ -189,7 +188,10 @@ class StackedLinear(LinearBase):
 
     @property
     def for_kernels(self) -> Any:
-        return self.matrix.weight if self.is_dense else self.matrix.quantised
+        if self.is_dense:
+            return self.matrix.weight
+        packed = getattr(self.matrix, "packed", None)
+        return self.matrix.quantised if packed is None else packed
 
     def names_in_checkpoint(self, name: str) -> list[str]:
         """Of the first expert: others that differ find no place when they are loaded."""

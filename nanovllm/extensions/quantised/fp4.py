@@ -89,6 +89,8 @@ class Mxfp4(ScaledWeight):
                 "activation_dtype='fp8' needs a Hopper GPU, dtype='bfloat16' or 'float16', and ranks with a "
                 f"multiple of {BLOCK} of each expert's rows"
             )
+        else:
+            super().finish()
 
     def load_blocks(self, loaded: Tensor, shard: Shard) -> None:
         """[rows, groups, bytes of a group]."""

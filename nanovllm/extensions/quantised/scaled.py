@@ -84,7 +84,8 @@ class ScaledWeight(Weight):
     highest: float
     make_gemv = None  # see `fast_products`
     library: Any = None  # see `Scheme.make_weight`
-    packed: Tensor | None = None  # the weight as the library multiplies it
+    packed: Tensor | None = None  # the weight as the library multiplies it; in floats, if it is stacked
+    is_stacked = False  # whether parts of it are multiplied, not the whole
     zero_point = 0  # where there are no `zeros`
     table, largest, rounds_inputs = 0, None, False  # see `QuantisedWeight`
     kept_codes: Tensor | None = None  # what is kept for each code of a checkpoint, if not itself
@@ -165,7 +166,7 @@ class ScaledWeight(Weight):
         size = math.prod(self.shape) * self.dtype.itemsize
         if self.library is not None and not is_on_gpu(self.weight) and has_room(size):
             pieces = [self.floats(rows, self.dtype) for rows in self.pieces(self.shape[0])]
-            self.packed = self.library.pack(torch.cat(pieces))
+            self.packed = torch.cat(pieces) if self.is_stacked else self.library.pack(torch.cat(pieces))
 
     def products(self, layer: Any) -> list[Product]:
         return fast_products([self.quantised], layer, self.dtype, self.make_gemv)

@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model, read_config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.quantised import fp4
-from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise, in_bricks
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise, in_bricks
 from nanovllm.utils.loader import load_model, pack_weights
 from nanovllm.utils.torch_defaults import torch_defaults
 from tiny_checkpoints import EXACT, assert_greedy, edit_json, load_reference, make_checkpoint, one_thread  # noqa: F401
@@ -67,6 +67,11 @@ def test_the_packed_matrices_mean_bit_for_bit_what_they_should_on_every_rank(fol
         assert torch.equal(down, whole[:, :, mine])
 
 
+def both(experts) -> tuple[QuantisedWeight, QuantisedWeight]:
+    """Their two weights, as they are stored."""
+    return experts.gate_up_proj.matrix.quantised, experts.down_proj.matrix.quantised
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("major", [8, 9, 10])
 def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_for_16_bits(monkeypatch, folders, major, dtype):
@@ -74,7 +79,7 @@ def test_on_a_hopper_gpu_experts_of_whole_bricks_are_packed_for_16_bits(monkeypa
     rows, bricks = load(folders[0], dtype=dtype), load(folders[0], dtype=dtype)
     pack_weights(bricks)
     for one, other in zip(rows.model.layers, bricks.model.layers, strict=True):
-        for weight, packed in zip(one.mlp.experts.weights[:2], other.mlp.experts.weights[:2], strict=True):
+        for weight, packed in zip(both(one.mlp.experts), both(other.mlp.experts), strict=True):
             assert packed.is_in_bricks == (major == 9 and dtype == torch.bfloat16)
             expected = in_bricks(weight) if packed.is_in_bricks else weight
             assert torch.equal(packed.codes, expected.codes)
@@ -87,8 +92,7 @@ def test_experts_of_other_sizes_are_not_packed_neither_matrix(monkeypatch, folde
     with use_group(Group(0, size)):  # 48 or 24 of the 96 rows of a gate, and as many inputs of the second
         model = load(folders[0], dtype=torch.bfloat16)
         pack_weights(model)
-        weights = model.model.layers[0].mlp.experts.weights
-        assert not weights.gate_up.is_in_bricks and not weights.down.is_in_bricks
+        assert not any(weight.is_in_bricks for weight in both(model.model.layers[0].mlp.experts))
 
 
 def test_weights_of_a_shape_are_random_matrices_of_its_format(folders):

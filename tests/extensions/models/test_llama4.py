@@ -197,7 +197,7 @@ def test_its_experts_can_be_quantised_when_they_are_loaded(tmp_path):
         load_model(model, checkpoint)
     pack_weights(model)
     stored = load_file(folder / "model.safetensors")["model.layers.1.feed_forward.experts.gate_up_proj"]
-    found = dequantise(model.model.layers[1].mlp.experts.weights.gate_up, torch.float32)
+    found = dequantise(model.model.layers[1].mlp.experts.gate_up_proj.matrix.quantised, torch.float32)
     torch.testing.assert_close(found, stored.mT.flatten(0, 1), atol=0.02, rtol=0.07)
 
 

@@ -663,10 +663,18 @@ def test_there_is_room_as_long_as_all_ranks_leave_half_of_the_memory(tmp_path, m
     assert not memory.has_room(1)  # another system than Linux
 
 
-def test_experts_are_not_kept_in_floats(tmp_path, floats):
-    layers = packed_layers(quantise(floats("qwen3_moe"), tmp_path, PACKERS["fp8 block"]))
-    packed = {type(layer) for layer in layers.values() if getattr(layer.matrix, "packed", None) is not None}
-    assert packed and StackedLinear not in packed
+@pytest.mark.parametrize("name", ["fp8 block", "awq"])
+def test_experts_are_kept_in_floats_too(tmp_path, monkeypatch, floats, name):
+    folder = quantise(floats("qwen3_moe"), tmp_path, PACKERS[name])
+    options = dict(device="cpu", dtype="float32", num_kvcache_blocks=8, max_num_seqs=4)
+    answers = []
+    for has_room in (True, False):
+        monkeypatch.setattr(scaled, "has_room", lambda size, has_room=has_room: has_room)
+        with LLM(str(folder), **options) as llm:
+            mixture = llm.model_runner.model.model.layers[0].mlp.experts
+            assert isinstance(mixture.weights.gate_up, torch.Tensor) is has_room
+            answers.append([each["token_ids"] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert answers[0] == answers[1]
 
 
 def test_the_option_must_name_what_a_quantised_checkpoint_is():

@@ -134,7 +134,8 @@ def test_experts_are_quantised(tmp_path, kind):
         exact = llm.score(PROMPTS, use_tqdm=False)
     with LLM(str(folder), **EXACT, num_kvcache_blocks=40, quantization="fp8") as llm:
         experts = [each for each in llm.model_runner.model.modules() if isinstance(each, PlainExperts)]
-        assert experts and {each.weights.gate_up.codes.dtype for each in experts} == {torch.float8_e4m3fn}
+        dtypes = {each.gate_up_proj.matrix.weight.dtype for each in experts}
+        assert dtypes == {torch.float8_e4m3fn}
         rounded = llm.score(PROMPTS, use_tqdm=False)
     for one, other in zip(exact, rounded, strict=True):
         assert one["logprob"] != other["logprob"] == pytest.approx(one["logprob"], rel=0.05)
