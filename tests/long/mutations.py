@@ -955,7 +955,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/fp8_linear",
-        ("        column = column_at(column, PER_BYTE)", "        pass"),
+        ("        column = column_at(column, PER_BYTE) if", "        column = column if"),
         ("    value = (value * scale).to(dtype).to(tl.float32) * gain", "    value = value * gain"),
         ("scales + part.to(tl.int64) * padded_rows + row", "scales + part.to(tl.int64) * WIDTH + row"),
         ("column_scales + part * WIDTH + column", "column_scales + column"),
