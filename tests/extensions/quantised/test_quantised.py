@@ -359,15 +359,15 @@ def test_permuted_inputs_are_all_there_and_then_zeros(device, dtype, per_byte):
 
 @on_devices
 @pytest.mark.parametrize("name", ["int8, groups of 16", "int4, groups of 32 with offsets", "nf4"])
-@pytest.mark.parametrize("rows", [1, 20, 200])
+@pytest.mark.parametrize("rows", [1, 7, 200])
 def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, name, rows, monkeypatch):
     if device == "cpu":
-        if rows != 20:
+        if rows != 7:
             pytest.skip("takes long in the interpreter")
         tile = Tile(16, 2, BLOCK_N=16, BLOCK_K=256, WARPS=1)
         monkeypatch.setattr(grouped_codes, "LINEAR_TILES", {256: (tile, 99)})
         monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
-    hidden, width = 512, 256
+    hidden, width = (256, 256) if device == "cpu" else (512, 256)
     up, down = make_weight(name, (2 * width, hidden), device), make_weight(name, (hidden, width), device)
     norm = RMSNorm(hidden).to(device, dtype)
     norm.weight.data.uniform_(0.5, 1.5)
