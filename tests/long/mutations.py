@@ -944,7 +944,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",
-        ("norm_weight, eps, its_residual)", "norm_weight, eps)"),
+        ("residual=its_residual, **norm)", "**norm)"),
         ("+ piece * INPUTS // GROUP", "+ piece // GROUP"),
         ("out_feature = row_in_turn(place, out_features // PARTS, PARTS)", "out_feature = place"),
         ("8, 9 if weight.is_fp8 else 0", "8, 0"),

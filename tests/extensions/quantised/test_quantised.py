@@ -262,7 +262,7 @@ def test_a_weight_of_parts_in_several_formats_is_multiplied_as_one(device, dtype
     wide = x.double()
     wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
     gate, up = (wide @ matrix.T).chunk(2, dim=-1)
-    got = quantised_matvec.matvec_of_parts(x, parts, None, norm, EPS, silu_and_mul=True)
+    got = quantised_matvec.matvec_of_parts(x, parts, norm_weight=norm, eps=EPS, silu_and_mul=True)
     assert error(got, F.silu(gate) * up) < 2 * tolerance
 
 

@@ -8,6 +8,7 @@ sums are float32.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,10 +81,9 @@ def matvec_of_parts(
     x: Tensor,
     weights: Sequence[QuantisedWeight],
     bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     silu_and_mul: bool = False,
+    **norm: Any,
 ) -> Tensor:
     """As `quantised_matvec`, with a weight that is several, one below the other, in formats of their own."""
     heights = [weight.shape[0] for weight in weights]
@@ -91,7 +91,7 @@ def matvec_of_parts(
         [None] * len(heights) if each is None else each.split(heights, -1) for each in (bias, residual)
     )
     outputs = [
-        quantised_matvec(x, weight, its_bias, norm_weight, eps, its_residual)
+        quantised_matvec(x, weight, its_bias, residual=its_residual, **norm)
         for weight, its_bias, its_residual in zip(weights, biases, residuals, strict=True)
     ]
     y = torch.cat(outputs, dim=-1)

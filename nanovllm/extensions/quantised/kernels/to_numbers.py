@@ -45,24 +45,20 @@ E4M3_TO_NUMBERS = _both(
     mask=("0x07f007f0", "0x3f803f80"),
     type=("bf16x2", "f16x2"),
 )
-LOW_HALVES = _both(
-    """{
-    .reg .b32 halves;
-    and.b32 halves, $$2, 0x0f0f0f0f;
-    prmt.b32 $$0, halves, $above, 0x7170;
-    prmt.b32 $$1, halves, $above, 0x7372;
-    }""",
-    above=("0x43434343", "0x64646464"),
-)
-HIGH_HALVES = _both(
-    """{
-    .reg .b32 halves;
-    shr.b32 halves, $$2, 4;
-    and.b32 halves, halves, 0x0f0f0f0f;
-    prmt.b32 $$0, halves, $above, 0x7170;
-    prmt.b32 $$1, halves, $above, 0x7372;
-    }""",
-    above=("0x43434343", "0x64646464"),
+# The halves of four bytes, each of which becomes the last bits of a number.
+LOW_HALVES, HIGH_HALVES = (
+    _both(
+        """{
+        .reg .b32 halves;
+        shr.b32 halves, $$2, $shift;
+        and.b32 halves, halves, 0x0f0f0f0f;
+        prmt.b32 $$0, halves, $above, 0x7170;
+        prmt.b32 $$1, halves, $above, 0x7372;
+        }""",
+        shift=(shift, shift),
+        above=("0x43434343", "0x64646464"),
+    )
+    for shift in ("0", "4")
 )
 E2M1_TO_NUMBERS = _both(
     """{
