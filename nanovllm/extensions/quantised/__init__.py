@@ -31,8 +31,9 @@ Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their 
   or the activation in front of it gives them (`CodesProduct`). Mixtures of experts have the same kernel: a
   layer is one expert, whose rows all tokens are.
 - With `activation_dtype="fp8"` int4, GPTQ and AWQ with scales for a multiple of 128 inputs have another
-  product for all rows but a gemv's, `kernels/grouped_int4.py`: inputs are rounded to 8 bits, and the codes,
-  which are numbers in e4m3 as they stand, are multiplied exactly. On Hopper GPUs.
+  product for more than 64 rows (experts: for all but a gemv's), `kernels/grouped_int4.py`: inputs are rounded
+  to 8 bits, and the codes, which are numbers in e4m3 as they stand, are multiplied exactly. For more than
+  1,024 rows codes are moved into bytes first, for torch's library. On Hopper GPUs.
 - *converted*, `dequantise` of `kernels/quantised_weight.py`: the library multiplies by a weight in x's dtype.
 
 A gemv in 8 bits takes 1.35 times as long as reading the weights, in 4 bits 1.7 to 2.3 times; for 64 rows 8

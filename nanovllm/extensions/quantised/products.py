@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.fp8_linear import (
+    GROUP,
     QuantisedRows,
     Unscaled,
     can_use_fp8,
     fp8_linear,
+    library_scales_groups,
     prepare_rows,
     quantise,
 )
@@ -27,7 +29,7 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
     can_use_linear_codes,
     linear_codes,
 )
-from nanovllm.extensions.quantised.kernels.grouped_int4 import linear_int4
+from nanovllm.extensions.quantised.kernels.grouped_int4 import in_fp8, linear_int4
 from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_matvec import (
     can_use_quantised_matvec,
@@ -38,6 +40,9 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeig
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product, activated
+
+# Rows of int4 whose inputs may be rounded: so few are as fast as they are, more than so many in the library.
+MAX_UNROUNDED_ROWS, MAX_INT4_ROWS = 64, 1024
 
 
 @dataclass
@@ -152,11 +157,29 @@ class Int4Product(Fp8Product):
         return linear_int4(rows, self.weight, bias)
 
 
-class CodesProduct(PreparedProduct):
-    """Of codes that become bfloat16, for rows whose columns are permuted."""
+class UnpackedInt4Product(Fp8Product):
+    """For so many rows that torch's library is faster, although it takes codes of 8 bits."""
+
+    def __init__(self, weight: QuantisedWeight):
+        super().__init__(weight)
+        self.layout = GROUP, 0
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return 0 < rows <= MAX_ROWS
+        return rows > MAX_INT4_ROWS
+
+    def multiply_rows(self, rows: QuantisedRows, bias: Tensor | None, leave_scales: bool) -> Tensor:
+        return fp8_linear(rows, in_fp8(self.weight), bias)
+
+
+class CodesProduct(PreparedProduct):
+    """Of codes that become bfloat16 or float16, for rows whose columns are permuted."""
+
+    def __init__(self, weight: QuantisedWeight, max_rows: int = MAX_ROWS):
+        super().__init__(weight)
+        self.max_rows = max_rows
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return 0 < rows <= self.max_rows
 
     def prepared(self, x: Any) -> Tensor:
         if isinstance(x, Gates):
@@ -197,8 +220,11 @@ def fast_products(
     if weight.is_fp8:
         if layer.hidden_size is not None and can_use_fp8(row, weight):
             found.append(Fp8Product(weight))
-    elif weight.rounds_inputs:
+        return found
+    if weight.shape[1] % PADDING == 0 and can_use_linear_codes(row, weight):
+        found.append(CodesProduct(weight, MAX_UNROUNDED_ROWS if weight.rounds_inputs else MAX_ROWS))
+    if weight.rounds_inputs and weight.shape[0] % 16 == 0 and library_scales_groups(row.device):
+        found.append(UnpackedInt4Product(weight))
+    if weight.rounds_inputs:
         found.append(Int4Product(weight))
-    elif weight.shape[1] % PADDING == 0 and can_use_linear_codes(row, weight):
-        found.append(CodesProduct(weight))
     return found

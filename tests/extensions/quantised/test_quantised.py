@@ -37,7 +37,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     pack,
     unpack,
 )
-from nanovllm.extensions.quantised.products import CodesProduct, Int4Product, PendingAdd
+from nanovllm.extensions.quantised.products import CodesProduct, Int4Product, PendingAdd, UnpackedInt4Product
 from nanovllm.kernels import runtime
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED, arrival_counters
 from nanovllm.layers.layernorm import RMSNorm
@@ -424,6 +424,23 @@ def test_int4_times_rounded_inputs_is_exact(device, dtype, name, rows, monkeypat
         y = grouped_int4.linear_int4(quantised, weight, bias)
         assert error(y, expected) < (1e-5 if dtype == torch.float32 else 4e-3)
     assert not arrival_counters(x.device).any()
+
+
+@on_devices
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_int4_becomes_fp8_without_a_loss_for_very_many_rows(device, dtype, name):
+    """And torch's library multiplies it by rows that have a scale for each 128 inputs."""
+    weight = make_weight(name, (144, 512), device)
+    unpacked = grouped_int4.in_fp8(weight)
+    assert unpacked.is_fp8 and unpacked.tile == (1, 128) and unpacked.scales.shape == (144, 4)
+    assert torch.equal(matrix_of(unpacked), matrix_of(weight))
+    if device == "cuda":
+        skip_unless_hopper(device)
+        x = 5 + torch.randn(1500, 512, device=device, dtype=dtype)
+        rounded = fp8_linear.quantise(x, 128)
+        scales = rounded.scales[:, :1500].T.double().repeat_interleave(128, 1)
+        expected = (rounded.codes[:1500].double() * scales) @ matrix_of(weight).T
+        assert error(UnpackedInt4Product(weight).linear(x, None), expected) < 4e-3
 
 
 @on_devices

@@ -21,11 +21,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import build_model
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.experts.moe import Router, StackedLinear
-from nanovllm.extensions.quantised import integers, memory, scaled
+from nanovllm.extensions.quantised import integers, memory, products, scaled
 from nanovllm.extensions.quantised.assignment import set_weight, without_weights
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
-from nanovllm.extensions.quantised.products import Int4Product
+from nanovllm.extensions.quantised.products import CodesProduct, Int4Product, UnpackedInt4Product
 from nanovllm.extensions.safety.options import ExtendedConfig
 from nanovllm.layers.linear import (
     DenseWeight,
@@ -701,17 +701,22 @@ def test_inputs_of_other_weights_are_not_rounded(config, option):
 
 
 def test_inputs_are_rounded_on_hopper_gpus_alone(monkeypatch, tmp_path):
-    """There every matrix but the head gets the product of 8 bits, whatever the number of rows."""
+    """There every matrix but the head gets products of 8 bits for more rows than are as fast with 16."""
     sizes = SIZES | dict(hidden_size=256, intermediate_size=384, head_dim=64)
     folder = make_checkpoint(tmp_path / "floats", "qwen3", **sizes)
     with pytest.raises(ValueError, match="activation_dtype='fp8' needs a Hopper GPU"):
         LLM(str(folder), quantization="int4", activation_dtype="fp8", device="cpu")
     monkeypatch.setattr(integers, "can_round_inputs", lambda weight, dtype: weight.group == 128)
+    monkeypatch.setattr(products, "can_use_linear_codes", lambda row, weight: True)
+    monkeypatch.setattr(products, "library_scales_groups", lambda device: True)
     model = build_model(replace(open_checkpoint(folder).hf_config(), quantization_config=ROUNDED), "int4")
     load_model(model, open_checkpoint(folder))
-    for layer in (model.model.layers[0].self_attn.qkv_proj, model.model.layers[1].mlp.down_proj):
-        assert [type(product) for product in layer.products] == [Int4Product]
-        assert layer.product(10**6) is layer.products[0]
+    # Of 256 inputs, and of 384, which are not permuted in whole pieces for the product of 16 bits.
+    layers = {model.model.layers[0].self_attn.qkv_proj: CodesProduct}
+    layers[model.model.layers[1].mlp.down_proj] = Int4Product
+    for layer, few in layers.items():
+        chosen = [type(layer.product(rows)) for rows in (3, 64, 65, 1024, 1025, 10**6)]
+        assert chosen == [few] * 2 + [Int4Product] * 2 + [UnpackedInt4Product] * 2
     ordered = quantise(folder, tmp_path / "packed", PACKERS["gptq, ordered"])
     monkeypatch.setattr(integers, "can_round_inputs", lambda weight, dtype: True)
     with pytest.raises(ValueError, match="neighbouring inputs"):

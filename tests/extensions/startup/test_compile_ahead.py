@@ -176,13 +176,13 @@ def test_the_kernels_of_quantised_experts_are_compiled_too(tmp_path, name, archi
 
 
 def test_the_kernels_of_int4_with_rounded_inputs_are_compiled_too(tmp_path, monkeypatch):
-    sizes = dict(head_dim=64, hidden_size=128, moe_intermediate_size=128, vocab_size=257)
+    sizes = dict(head_dim=64, hidden_size=256, moe_intermediate_size=128, vocab_size=257)
     floats = make_checkpoint(tmp_path / "floats", "qwen3_moe", **sizes)
     folder = quantise(floats, tmp_path / "packed", PACKERS["pack 4, channel"])
     monkeypatch.setenv("ACTIVATIONS", "fp8")
     names = [line.split()[0] for part in compiled(folder, 0, 1) for line in part]
-    assert names.count("_grouped_int4_kernel") == 4 * len(INT4_TILES)  # of experts and of attention
-    assert not {"_grouped_codes_kernel", "_dequantise_kernel"} & {*names}
+    assert names.count("_grouped_int4_kernel") == 2 * len(INT4_TILES) + 2  # of experts, and of attention
+    assert {"_grouped_codes_kernel", "_dequantise_kernel"} <= {*names}  # of few rows, and of very many
 
 
 @pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])

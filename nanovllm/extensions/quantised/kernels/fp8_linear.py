@@ -75,10 +75,15 @@ def can_use_fp8(x: Tensor, weight: QuantisedWeight) -> bool:
     out_features, in_features = weight.shape
     if not weight.group:
         return out_features % 16 == in_features % 16 == 0
-    cuda = tuple(map(int, torch.version.cuda.split(".")[:2]))
     # Four blocks of inputs: versions of torch differ in how they want the scales of fewer.
     fits = weight.tile == (GROUP, GROUP) and in_features % (4 * GROUP) == out_features % GROUP == 0
-    return gpu_properties(x.device).major == 9 and cuda >= (12, 9) and fits
+    return fits and library_scales_groups(x.device)
+
+
+def library_scales_groups(device: torch.device) -> bool:
+    """Whether torch's library multiplies rows with a scale for each GROUP inputs."""
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return cuda >= (12, 9) and gpu_properties(device).major == 9
 
 
 def fp8_linear(

@@ -173,7 +173,7 @@ def _grouped_codes_kernel(
         sums_scales = row // TILE_ROWS * GROUPS
         next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
+        next_scale, next_shift = load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
@@ -208,7 +208,7 @@ def _grouped_codes_kernel(
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
             column = start + STEP + piece
-            next_scale, next_shift = _load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
+            next_scale, next_shift = load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -264,7 +264,7 @@ def rows_at(expert, block, half, place, SIZES):
 
 
 @triton.jit
-def _load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
+def load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
     """The scales of these inputs, and their zeros or offsets if there are any."""
     place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
     scale = masked_load(scales + place, is_there)

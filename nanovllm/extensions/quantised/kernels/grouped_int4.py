@@ -2,8 +2,7 @@
 
 As grouped_codes.py, but codes need no conversion: an integer below 16 in the low bits of a byte is, as e4m3,
 that integer times 2^-9. What it stands for is (code - zero) * scale. A scale is for a multiple of GROUP
-inputs and applied to the sum of GROUP products; what zeros take off is a product of its own, of the zeros'
-scales and the sums of as many inputs, which is small.
+inputs and applied to the sum of GROUP products, from which zero times the sum of as many inputs is taken off.
 """
 
 import torch
@@ -13,6 +12,7 @@ from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRow
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
     in_order,
+    load_grids,
     rows_at,
     rows_in_halves,
     with_splits,
@@ -26,7 +26,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     store_tile,
     sum_of_parts,
 )
-from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, QuantisedWeight, dequantise
 from nanovllm.kernels.runtime import (
     IS_INTERPRETED,
     gpu_properties,
@@ -37,7 +37,6 @@ from nanovllm.kernels.runtime import (
 )
 
 UNIT = tl.constexpr(2.0**-9)  # what an integer's bits are worth as e4m3
-SUMS = tl.constexpr(32)  # of inputs, that meet zeros at once
 # By the most rows, or those that an expert has on average; GROUP inputs at a time.
 INT4_TILES = {
     20: Tile(16, 4, BLOCK_N=64),
@@ -63,6 +62,14 @@ def linear_int4(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None =
     out = torch.empty(x.rows, weight.shape[0], dtype=x.dtype, device=x.codes.device)
     multiply_int4(x, weight, GroupedProduct(bias, None, out, linear_tile(x.rows, weight, out.device)))
     return out
+
+
+def in_fp8(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same numbers with codes in e4m3, which are (code - zero), and scales of GROUP inputs."""
+    codes = dequantise(weight._replace(scales=torch.ones_like(weight.scales)), torch.float8_e4m3fn)
+    repeats = weight.shape[1] // GROUP // weight.scales.shape[1]
+    scales = weight.scales.float().repeat_interleave(repeats, 1).t().contiguous().t()
+    return QuantisedWeight(codes, weight.shape, scales, (1, GROUP))
 
 
 def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Tile:
@@ -106,31 +113,30 @@ def _grouped_int4_kernel(
     row, is_row, read, is_read = rows_in_halves(expert, block, SIZES)
     its_codes = codes + read * (SIZES.IN_FEATURES // 2) + tl.arange(0, STEP // 2)[None, None, :]
     its_x = x + token[None, :] * SIZES.IN_FEATURES + tl.arange(0, STEP)[:, None]
+    x_sums += tl.where(is_real, token, 0)
     # Sums come in the swizzled order of rows.
     line = tl.arange(0, SIZES.BLOCK_N)
     swizzled, is_swizzled = rows_at(expert, block, line // 8 % 2, line // 16 * 8 + line % 8, SIZES)
     grid_row = swizzled * (SIZES.IN_FEATURES // GROUP)
 
+    column = tl.zeros([1], tl.int32) + begin * STEP
+    next_scale, next_zero = load_grids(scales, zeros, grid_row, is_swizzled, column, GROUP, SIZES)
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
-    for start in range(0, STEPS, SUMS):
-        step = start + tl.arange(0, SUMS)
-        place = grid_row[:, None] + (begin + step)[None, :] * STEP // GROUP
-        is_there = is_swizzled[:, None] & (step < STEPS)[None, :]
-        zero = masked_load(scales + place, is_there).to(tl.float32)
-        zero *= ZERO_POINT if zeros is None else masked_load(zeros + place, is_there).to(tl.float32)
-        its_sums = x_sums + (begin + step)[:, None] * padded_rows + token[None, :]
-        x_sum = masked_load(its_sums, (step < STEPS)[:, None] & is_real[None, :])
-        # These sums are large and mostly cancel, so tf32 alone would leave errors of 1% of what is left.
-        acc = tl.dot(zero * -UNIT, x_sum, acc, input_precision="tf32x3")
-    for step in tl.range(begin, begin + STEPS, num_stages=SIZES.STAGES):
+    for i in tl.range(0, STEPS, num_stages=SIZES.STAGES):
+        step = begin + i
         found = masked_load(its_codes + step * (STEP // 2), is_read)
         x_tile = masked_load(its_x + step * STEP, is_real[None, :])
-        scale = masked_load(scales + grid_row + step * STEP // GROUP, is_swizzled).to(tl.float32)
+        # Scales are asked for a step ahead, as in grouped_codes.py.
+        scale, zero = next_scale.to(tl.float32), next_zero.to(tl.float32)
+        column += STEP
+        next_scale, next_zero = load_grids(scales, zeros, grid_row, is_swizzled, column, GROUP, SIZES)
+        x_sum = tl.load(x_sums + step * padded_rows)
         low, high = _halves_as_e4m3(found)
         # As in grouped_codes.py, this is how the matrix unit wants rows and inputs distributed.
         values = tl.reshape(tl.join(low, high), [read.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
         values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, STEP])
-        acc += tl.dot(values, x_tile) * scale[:, None]
+        taken_off = x_sum[None, :] * ((ZERO_POINT if zeros is None else zero[:, None]) * UNIT)
+        acc += (tl.dot(values, x_tile) - taken_off) * scale[:, None]
     acc = in_order(acc) * (masked_load(x_scales + token, is_real)[None, :] / UNIT)
     if SIZES.SPLITS > 1:
         its_sums, is_sum, size = parts_of_sums(row, is_row, tile, operands, tokens, SIZES)
