@@ -1608,16 +1608,23 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/cpu/compiled",
         ("not is_query and slot >= 0", "is_value and slot >= 0"),
-        ("        total += number", "        total += high"),
+        ("    return number", "    return high"),
+        ("/ f32(LARGEST), first, second", "/ f32(LARGEST), second, first"),
+        ("(tile - first) * (4 * LANES", "tile * (4 * LANES"),
         ("head // (heads // kv_heads)", "head % kv_heads"),
     ),
     *mutations_of(
         "nanovllm/extensions/cpu/packing",
         ("low | high << 4", "high | low << 4"),
         ("torch.zeros(outputs) if bias is None else bias.float()", "torch.zeros(outputs)"),
+        ("scales if kind == HALVES else torch", "torch"),
     ),
     *mutations_of(
-        "nanovllm/extensions/cpu/decode", (", attn.k_cache.numel(), *", ", attn.k_cache.numel() // 2, *")
+        "nanovllm/extensions/cpu/decode",
+        (", attn.k_cache.numel(), *", ", attn.k_cache.numel() // 2, *"),
+        ("else linear.bias[rows]", "else linear.bias[: run.shape[0]]"),
+        ("            start = rows.stop", "            start = start"),
+        ("== HALF and run.is_symmetric", "== HALF"),
     ),
     *mutations_of(
         "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")

@@ -10,14 +10,15 @@ one function that Numba compiles (`pip install nano-vllm[cpu]`; no compiler is n
   the instruction. Without it plain vectors compute the same; compiled for AVX2 they were 1.4 times as
   fast as torch's AVX-512 for a row and slower for 8, so more rows than one keep the torch path.
 - *The sums.* With a scale s and a zero z for 32 weights, and a scale t for 32 activations, a group adds
-  t * (s * (sum of w * x - middle * sum of x) + z * sum of x). Activations have two digits of a byte, so that
-  they lose less than in bfloat16: KL 0.0006 to float32, and 0.0010 on the torch path. One digit gave 0.0039
-  and was no faster for one row, which waits for the weights.
+  t * (s * (sum of w * x - middle * sum of x) + z * sum of x). Where a scale is for 16 weights, there are two
+  such sums, without zeros. Activations have two digits of a byte, so that they lose less than in bfloat16: KL
+  0.0006 to float32, and 0.0010 on the torch path. One digit gave 0.0039 and was no faster for one row, which
+  waits for the weights.
 - *The threads* are torch's, once for a whole step, with six barriers a layer in `compiled`.
 
-It takes decode steps of 1 to 8 sequences of dense models like Llama, Qwen2 and Qwen3 from GGUF files whose
-matrices have one type of 32 inputs a scale (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K, IQ4_XS), in
-bfloat16 and on one rank, where torch packs codes as for AVX-512. The LM head is multiplied in 8 bits. All
+It takes decode steps of 1 to 8 sequences of dense models like Llama, Qwen2 and Qwen3 from GGUF files of any
+quantised type but Q2_K (which has zeros for 16 weights), also of several, as Q4_K_M has them, in bfloat16 and
+on one rank, where torch packs codes as for AVX-512. The LM head is multiplied in 8 bits. All
 else keeps the torch path: prompts, more rows, other models, windows, an 8-bit KV cache, `exact=True`, and
 everything with `enforce_eager=True`. As in CUDA graphs, hooks of torch are not called in compiled steps.
 

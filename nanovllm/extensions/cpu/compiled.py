@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from nanovllm.extensions.cpu.packing import GROUP, LANES
+from nanovllm.extensions.cpu.packing import BYTES, GROUP, HALF, LANES, NIBBLES
 from nanovllm.extensions.cpu.vectors import (
     DIGIT_BITS,
     add_bytes,
+    add_halves,
     add_nibbles,
     as_float,
     barrier,
@@ -37,7 +38,7 @@ entry = njit(cache=True, nogil=True)
 class Step(NamedTuple):
     """Arrays, float32 unless said otherwise; the last are each thread's own."""
 
-    matrices: np.ndarray  # int64 [layers, 4, (address of what `pack` returns, bits)]
+    matrices: np.ndarray  # int64 [layers, 4, parts, (address, kind, first tile, the one behind)], see `pack`
     norms: np.ndarray  # [layers, 2, hidden]
     head_norms: np.ndarray  # [layers, 2, head_dim], of q and k; or without layers
     last_norm: np.ndarray  # [hidden]
@@ -52,7 +53,7 @@ class Step(NamedTuple):
     normed: np.ndarray  # [threads, hidden]
     codes: np.ndarray  # int8 [threads, rows, 2 * most inputs], of each group the high digits first
     scales: np.ndarray  # [threads, rows, groups]
-    sums: np.ndarray  # int32, of a group's codes
+    sums: np.ndarray  # int32 [threads, rows, groups, 2], of the codes of a group's halves
     scores: np.ndarray  # [threads, most tokens]
 
 
@@ -94,40 +95,52 @@ def rms_norm(x, weight, eps, y):
 
 
 @compiled
+def store_digits(x, codes, place):
+    """The integer next to x, whose digits are stored GROUP bytes apart."""
+    number = i32(x + f32(LARGEST + 1.5)) - i32(LARGEST + 1)  # what is cut off is positive
+    high = (number + i32(1 << DIGIT_BITS - 1)) >> i32(DIGIT_BITS)
+    codes[place], codes[place + GROUP] = high, number - (high << i32(DIGIT_BITS))
+    return number
+
+
+@compiled
 def quantise(step, thread, row, x):
     """What the thread's products read of a row."""
     codes, scales, sums = step.codes[thread, row], step.scales[thread, row], step.sums[thread, row]
     for group in range(len(x) // GROUP):
-        start, largest, total = group * GROUP, f32(0), i32(0)
+        start, largest = group * GROUP, f32(0)
         for i in range(start, start + GROUP):
             largest = max(largest, abs(x[i]))
         inverse = f32(LARGEST) / max(largest, f32(1e-30))
-        for i in range(GROUP):
-            # The nearest: what is cut off is positive.
-            number = i32(x[start + i] * inverse + f32(LARGEST + 1.5)) - i32(LARGEST + 1)
-            high = (number + i32(1 << DIGIT_BITS - 1)) >> i32(DIGIT_BITS)
-            codes[2 * start + i], codes[2 * start + GROUP + i] = high, number - (high << i32(DIGIT_BITS))
-            total += number
-        scales[group], sums[group] = largest / f32(LARGEST), total
+        first = second = i32(0)
+        for i in range(HALF):
+            first += store_digits(x[start + i] * inverse, codes, 2 * start + i)
+            second += store_digits(x[start + HALF + i] * inverse, codes, 2 * start + HALF + i)
+        scales[group], sums[group, 0], sums[group, 1] = largest / f32(LARGEST), first, second
 
 
 @compiled
 def multiply(step, thread, matrix, width, begin, end, y):
     """LANES outputs of each of these tiles, y [rows, outputs], from so many inputs that are quantised."""
-    address, bits = matrix
-    groups, block_bytes = width // GROUP, LANES * (4 + GROUP * bits // 8)
-    for tile in range(begin, end):
-        start = address + tile * (4 * LANES + groups * block_bytes)
-        for row in range(len(y)):
-            codes, scales, sums = step.codes[thread, row], step.scales[thread, row], step.sums[thread, row]
-            x, total, block = codes.ctypes.data, load(start), start + 4 * LANES
-            for group in range(groups):
-                if bits == 4:
-                    total = add_nibbles(total, block, x, scales[group], sums[group])
-                else:
-                    total = add_bytes(total, block, x, scales[group], sums[group])
-                x, block = x + 2 * GROUP, block + block_bytes
-            store(y[row, tile * LANES :].ctypes.data, total)
+    for part in range(len(matrix)):
+        address, kind, first, last = matrix[part]
+        groups, block_bytes = width // GROUP, LANES * (4 + (HALF if kind == NIBBLES else GROUP))
+        for tile in range(max(begin, first), min(end, last)):
+            start = address + (tile - first) * (4 * LANES + groups * block_bytes)
+            for row in range(len(y)):
+                codes, scales = step.codes[thread, row], step.scales[thread, row]
+                sums = step.sums[thread, row]
+                x, total, block = codes.ctypes.data, load(start), start + 4 * LANES
+                for group in range(groups):
+                    numbers = block, x, scales[group], sums[group, 0], sums[group, 1]
+                    if kind == NIBBLES:
+                        total = add_nibbles(total, *numbers)
+                    elif kind == BYTES:
+                        total = add_bytes(total, *numbers)
+                    else:
+                        total = add_halves(total, *numbers)
+                    x, block = x + 2 * GROUP, block + block_bytes
+                store(y[row, tile * LANES :].ctypes.data, total)
 
 
 @compiled
@@ -260,7 +273,7 @@ def decode_step(arguments, threads):
 
 @entry
 def compute_logits(arguments, threads):
-    """From hidden states x to logits [rows, outputs]; of (step, head [address, bits], x, logits)."""
+    """From hidden states x to logits [rows, outputs]; of (step, head as a Step's matrix, x, logits)."""
     if threads == 1:
         run_head(arguments, 0, 1)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.engine.interfaces import Observer
-from nanovllm.extensions.cpu.packing import GROUP, LANES, pack, quantise
+from nanovllm.extensions.cpu.packing import BYTES, GROUP, HALF, HALVES, LANES, NIBBLES, pack, quantise
 from nanovllm.kernels.attention_variant import AttentionVariant
 from nanovllm.kernels.kv_store import CacheLayout
 from nanovllm.layers.linear import LinearBase
@@ -69,10 +69,17 @@ def _matrices(layer: nn.Module) -> list[LinearBase]:
 
 
 def _is_packed(linear: LinearBase) -> bool:
-    """Whether it is one run of codes whose order is known, with a scale for GROUP inputs."""
+    """Whether it is runs of codes whose order is known, and which there is a kind of blocks for."""
     runs = getattr(linear.matrix, "runs", ())
-    is_run = linear.group.size == len(runs) == 1 and hasattr(runs[0], "groups")
-    return is_run and runs[0].readable_group == GROUP
+    are_codes = linear.group.size == 1 and runs and all(hasattr(run, "groups") for run in runs)
+    return bool(are_codes) and None not in map(_kind_of, runs)
+
+
+def _kind_of(run: Any) -> int | None:
+    """The kind of its blocks."""
+    if run.readable_group == GROUP:
+        return NIBBLES if run.digits == 1 else BYTES
+    return HALVES if run.readable_group == HALF and run.is_symmetric else None
 
 
 @functools.cache
@@ -126,9 +133,11 @@ class CompiledStep:
         layers, first = model.layers, model.layers[0].self_attn
         norms = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in layers]
         head_norms = [(layer.self_attn.q_norm, layer.self_attn.k_norm) for layer in layers if first.q_norm]
-        matrices = [[self._pack(linear) for linear in _matrices(layer)] for layer in layers]
+        matrices = [self._pack(linear) for layer in layers for linear in _matrices(layer)]
+        most = max(map(len, matrices))
+        filled = [parts + [(0, 0, 0, 0)] * (most - len(parts)) for parts in matrices]
         return {
-            "matrices": np.array(matrices, np.int64),
+            "matrices": np.array(filled, np.int64).reshape(len(layers), -1, most, 4),
             "norms": _stack(norms, len(model.norm.weight)),
             "head_norms": _stack(head_norms, first.attn.head_dim),
             "last_norm": model.norm.weight.float().numpy(),
@@ -137,12 +146,16 @@ class CompiledStep:
             "scale": np.float32(first.attn.variant.scale),
         }
 
-    def _pack(self, linear: LinearBase) -> tuple[int, int]:
-        """Where the packed matrix is, and the bits of its codes."""
-        [run] = linear.matrix.runs
-        bits = 4 if run.digits == 1 else 8
-        self.packed.append(pack(*run.groups(), bits, linear.bias))
-        return self.packed[-1].data_ptr(), bits
+    def _pack(self, linear: LinearBase) -> list[tuple[int, int, int, int]]:
+        """The parts of a matrix that a Step has."""
+        parts, start = [], 0
+        for run in linear.matrix.runs:
+            rows, kind = slice(start, start + run.shape[0]), _kind_of(run)
+            bias = None if linear.bias is None else linear.bias[rows]
+            self.packed.append(pack(*run.groups(), kind, bias))
+            parts.append((self.packed[-1].data_ptr(), kind, start // LANES, rows.stop // LANES))
+            start = rows.stop
+        return parts
 
     def _make_step(self, max_blocks: int) -> Any:
         """The step of the engine's KV cache, for block tables of this width."""
@@ -162,7 +175,7 @@ class CompiledStep:
             normed=_empty(threads, hidden),
             codes=_empty(threads, MAX_ROWS, 2 * max(widths), dtype=np.int8),
             scales=_empty(threads, MAX_ROWS, max(widths) // GROUP),
-            sums=_empty(threads, MAX_ROWS, max(widths) // GROUP, dtype=np.int32),
+            sums=_empty(threads, MAX_ROWS, max(widths) // GROUP, 2, dtype=np.int32),
             scores=_empty(threads, max_blocks * page[1]),
         )
 
@@ -184,7 +197,7 @@ class CompiledStep:
         if self.step is None or get_context().is_prefill or not 0 < len(hidden_states) <= self.max_rows:
             return self.run_head(hidden_states)
         logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
-        head = np.array([self.packed_head.data_ptr(), 8])
+        head = np.array([[self.packed_head.data_ptr(), BYTES, 0, len(self.packed_head)]])
         arguments = self.step, head, hidden_states.float().numpy(), logits
         self.functions.compute_logits(arguments, self.num_threads)
         num_rows = self.head.vocab_end - self.head.vocab_start

@@ -12,9 +12,10 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from nanovllm.extensions.cpu.packing import GROUP, LANES
+from nanovllm.extensions.cpu.packing import BYTES, GROUP, HALVES, LANES, NIBBLES
 
 DIGIT_BITS = 7  # of the low digit of an input
+TOP = 0xFFFF0000  # of a word's bits, which as float32 are its second bfloat16
 BYTE, WORD, FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(FLOAT, LANES)
 # Users may tell Numba to compile for another CPU than this one.
@@ -65,40 +66,47 @@ def dot4(b: ir.IRBuilder, total: Any, codes: Any, x: Any) -> Any:
     return total
 
 
-def block_adder(bits: int) -> Callable:
+def block_adder(kind: int) -> Callable:
     """
-    For codes of so many bits: total + the products of a block and of a group of x, which has this scale: the
-    high digits of GROUP numbers, then the low ones.
+    For blocks of this kind: total + the products of a block and of a group of x, which has this scale and
+    these sums of its halves: the high digits of GROUP numbers, then the low ones.
     """
-    middle, num_loads = 2 ** (bits - 1), GROUP * bits // 32
+    middle, num_words = (8, GROUP // 8) if kind == NIBBLES else (128, GROUP // 4)
+    num_parts = 2 if kind == HALVES else 1  # that have a scale each
 
     def write(context: Any, b: ir.IRBuilder, signature: Any, values: tuple) -> Any:
-        total, block, x, scale, x_sum = values
+        total, block, x, scale, *sums = values
+        sums = sums if kind == HALVES else [b.add(*sums)]
         pairs = read(b, block, 0, WORDS)
-        digits = [ir.Constant(WORDS, None), splat(b, b.mul(x_sum, WORD(-middle)), WORDS)]
-        for i in range(num_loads):
-            codes = read(b, block, 4 * LANES * (i + 1), WORDS)
-            for half in range(8 // bits):
-                part = b.and_(b.lshr(codes, same(4 * half)), same(0x0F0F0F0F)) if bits == 4 else codes
-                for digit in range(2):
-                    word = read(b, x, GROUP * digit + 4 * (i + num_loads * half), WORD)
-                    digits[digit] = dot4(b, digits[digit], part, word)
-        dots = b.add(b.shl(digits[0], same(DIGIT_BITS)), digits[1])
-        scales = b.fmul(b.bitcast(b.shl(pairs, same(16)), FLOATS), splat(b, scale, FLOATS))
-        zeros = b.bitcast(b.and_(pairs, same(0xFFFF0000)), FLOATS)
-        added = splat(b, b.fmul(scale, b.sitofp(x_sum, FLOAT)), FLOATS)
-        for x, y in ((b.sitofp(dots, FLOATS), scales), (added, zeros)):
+        factors = [b.bitcast(bits, FLOATS) for bits in (b.shl(pairs, same(16)), b.and_(pairs, same(TOP)))]
+        dots = []
+        for part in range(num_parts):
+            digits = [ir.Constant(WORDS, None), splat(b, b.mul(sums[part], WORD(-middle)), WORDS)]
+            for i in range(part * num_words // num_parts, (part + 1) * num_words // num_parts):
+                codes = read(b, block, 4 * LANES * (i + 1), WORDS)
+                for half in range(2 if kind == NIBBLES else 1):
+                    bits = b.and_(b.lshr(codes, same(4 * half)), same(0x0F0F0F0F)) if middle == 8 else codes
+                    for digit in range(2):
+                        word = read(b, x, GROUP * digit + 4 * (i + num_words * half), WORD)
+                        digits[digit] = dot4(b, digits[digit], bits, word)
+            dots.append(b.sitofp(b.add(b.shl(digits[0], same(DIGIT_BITS)), digits[1]), FLOATS))
+        scales = factors[:num_parts]
+        terms = [(dot, b.fmul(y, splat(b, scale, FLOATS))) for dot, y in zip(dots, scales, strict=True)]
+        if kind != HALVES:  # the second factor is the zero
+            terms.append((splat(b, b.fmul(scale, b.sitofp(sums[0], FLOAT)), FLOATS), factors[1]))
+        for x, y in terms:
             total = b.fadd(total, b.fmul(x, y, flags=("contract",)), flags=("contract",))
         return total
 
     @intrinsic
-    def add_block(context, total, block, x, scale, x_sum):
-        return floats(floats, types.int64, types.int64, types.float32, types.int32), write
+    def add_block(context, total, block, x, scale, first, second):
+        numbers = types.int64, types.int64, types.float32, types.int32, types.int32
+        return floats(floats, *numbers), write
 
     return add_block
 
 
-add_nibbles, add_bytes = block_adder(4), block_adder(8)
+add_nibbles, add_bytes, add_halves = map(block_adder, (NIBBLES, BYTES, HALVES))
 
 
 @intrinsic

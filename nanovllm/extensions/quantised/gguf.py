@@ -236,6 +236,11 @@ class PackedCodes:
         return PackedCodes((self.digits, self.group, None), self.packed[rows], pairs)
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether its zeros are 0."""
+        return not self.scales_and_zeros[..., 1].any()
+
+    @property
     def readable_group(self) -> int:
         """The inputs of its groups, or 0 if it is not known how torch has packed them."""
         return self.group if is_readable() else 0
@@ -246,6 +251,8 @@ class PackedCodes:
         scales, zeros = self.scales_and_zeros.float().permute(2, 1, 0)
         if self.digits == 1:
             return Groups((codes - 8).view(torch.int8), scales, zeros)
+        if self.is_symmetric:
+            return Groups((codes - 136).view(torch.int8), scales, zeros)
         return Groups((codes - 128).view(torch.int8), scales, 17 * zeros - 8 * scales)
 
     def dequantise(self) -> Tensor:

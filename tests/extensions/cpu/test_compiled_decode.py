@@ -14,7 +14,7 @@ from smollm2 import smollm2_gguf  # noqa: F401  a fixture
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.cpu import decode
-from nanovllm.extensions.cpu.packing import GROUP, LANES, pack, quantise
+from nanovllm.extensions.cpu.packing import BYTES, GROUP, HALF, HALVES, LANES, NIBBLES, pack, quantise
 from nanovllm.extensions.quantised.gguf import is_readable
 from tiny_checkpoints import make_checkpoint
 
@@ -23,11 +23,14 @@ needs_known_codes = pytest.mark.skipif(
     not is_readable(), reason="torch packs codes for this CPU in an order that is not known"
 )
 WIDE = dict(hidden_size=128, intermediate_size=192, vocab_size=259)  # heads of 32; 64 outputs of each shard
+LONG = dict(hidden_size=256, intermediate_size=512)  # blocks have 256 inputs
 FORMS = [
     ("llama", "Q4_1", {}),
     ("llama", "Q8_0", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     ("qwen2", "Q4_0", {}),
     ("qwen3", "Q5_1", dict(head_dim=32)),
+    ("llama", {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"}, LONG),
+    ("qwen2", {"": "Q4_1", "attn_v": "Q8_0", "ffn_gate": "Q5_0"}, {}),
 ]
 PROMPTS = [[5, 6, 7], [*range(20, 60)], [9], [*range(100, 133)], [1, 2], [3], [4, 3, 2], [*range(15)]]
 
@@ -61,30 +64,39 @@ def decoded_logits(llm, prompts, tokens) -> torch.Tensor:
     return torch.stack(found[1:]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_packed_matrix_multiplies(bits):
+def test_packed_matrices_multiply():
+    """Of every kind of blocks, one below the other."""
     compiled = decode.load_functions()
-    rng = torch.Generator().manual_seed(bits)
-    outputs, groups, rows = 3 * LANES, 5, 4
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    codes = torch.randint(low, high, (outputs, groups, GROUP), dtype=torch.int8, generator=rng)
-    scales, zeros = torch.randn(2, outputs, groups, generator=rng).bfloat16().float()
-    x, bias = torch.randn(rows, groups * GROUP, generator=rng), torch.randn(outputs, generator=rng)
-    packed = pack(codes, scales, zeros, bits, bias)
+    rng = torch.Generator().manual_seed(0)
+    groups, rows, parts, matrix, weight = 5, 4, [], [], []
+    for kind, tiles in ((NIBBLES, 2), (BYTES, 1), (HALVES, 3)):
+        limit, size = 8 if kind == NIBBLES else 128, HALF if kind == HALVES else GROUP
+        shape = tiles * LANES, groups * GROUP // size
+        codes = torch.randint(-limit, limit, (*shape, size), dtype=torch.int8, generator=rng)
+        scales, zeros = torch.randn(2, *shape, generator=rng).bfloat16().float()
+        zeros *= kind != HALVES
+        bias = torch.randn(shape[0], generator=rng)
+        parts.append(pack(codes, scales, zeros, kind, bias))
+        first = matrix[-1][3] if matrix else 0
+        matrix.append((parts[-1].data_ptr(), kind, first, first + tiles))
+        weight.append(
+            torch.cat(((codes * scales[..., None] + zeros[..., None]).flatten(1), bias[:, None]), 1)
+        )
+    weight, bias = torch.cat(weight)[:, :-1], torch.cat(weight)[:, -1]
+    outputs, x = len(bias), torch.randn(rows, groups * GROUP, generator=rng)
     empty = [np.zeros(0, np.float32)] * 4
     step = compiled.Step(
-        np.zeros((0, 4, 2), np.int64), np.zeros((0, 2, 1), np.float32), np.zeros((0, 2, 1), np.float32),
+        np.zeros((0, 4, 1, 4), np.int64), np.zeros((0, 2, 1), np.float32), np.zeros((0, 2, 1), np.float32),
         empty[0], np.zeros((0, 1), np.float32), np.float32(0), np.float32(0),
         np.zeros((2, 0, 0, 0, 0, 0), np.uint16), np.zeros((0, 0, 0), np.float32),
         np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32),
         np.zeros((1, 0), np.float32), np.zeros((1, rows, 2 * groups * GROUP), np.int8),
-        np.zeros((1, rows, groups), np.float32), np.zeros((1, rows, groups), np.int32),
+        np.zeros((1, rows, groups), np.float32), np.zeros((1, rows, groups, 2), np.int32),
         np.zeros((1, 0), np.float32),
     )  # fmt: skip
     found = np.zeros((rows, outputs), np.float32)
-    matrix = np.array([packed.data_ptr(), bits])
+    matrix = np.array(matrix)
     compiled.compute_logits((step, matrix, x.numpy(), found), 1)
-    weight = (codes * scales.unsqueeze(-1) + zeros.unsqueeze(-1)).flatten(1)
     expected = x.double() @ weight.double().t() + bias
     error = (torch.from_numpy(found) - expected).abs().max() / expected.std()
     assert error < 3e-4  # inputs have 15 bits
@@ -97,7 +109,7 @@ def test_a_packed_matrix_multiplies(bits):
 def test_a_cpu_without_the_instruction_multiplies_too():
     code = "from nanovllm.extensions.cpu import decode, vectors; decode.load_functions(); "
     code += "import sys, pytest; assert not vectors.HAS_DOT; "
-    code += f"sys.exit(pytest.main(['-qk', 'a_packed_matrix', '-p', 'no:cacheprovider', {__file__!r}]))"
+    code += f"sys.exit(pytest.main(['-qk', 'packed_matrices', '-p', 'no:cacheprovider', {__file__!r}]))"
     environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200)
 
@@ -171,6 +183,8 @@ def test_threads_compute_the_same_bits(tmp_path):
         ({"dtype": "float32"}, {}, "Q4_1"),
         ({"kv_cache_dtype": "int8"}, {}, "Q4_1"),
         ({}, {}, "F16"),
+        ({}, LONG, "Q2_K"),  # zeros for 16 inputs
+        ({}, {}, {"": "Q4_1", "attn_k": "F16"}),
         ({}, {"num_attention_heads": 16, "num_key_value_heads": 8}, "Q4_1"),  # heads of 8
     ],
 )
