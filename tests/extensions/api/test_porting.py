@@ -31,7 +31,8 @@ from tiny_checkpoints import EXACT, make_checkpoint, one_thread  # noqa: F401
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(__file__).parent / "porting"
 PAGE = (ROOT / "docs" / "coming-from-vllm.md").read_text()
-OUTPUT = re.compile(r"^Prompt: '.*'\nOutput: ['\"].+['\"]$", re.MULTILINE)
+# A text may be empty: a random model may draw the end at once, where no seed is given.
+OUTPUT = re.compile(r"^Prompt: '.*'\nOutput: ['\"].*['\"]$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
