@@ -41,7 +41,8 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import Product, activated
 
-# Rows of int4 whose inputs may be rounded: so few are as fast as they are, more than so many in the library.
+# Where int4's inputs may be rounded: up to the first number of rows they are not, which is as fast; above the
+# second torch's library multiplies.
 MAX_UNROUNDED_ROWS, MAX_INT4_ROWS = 64, 1024
 
 

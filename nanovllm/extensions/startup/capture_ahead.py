@@ -28,7 +28,7 @@ class CaptureAhead(Observer):
     def __init__(self, is_compiled: Callable[[], bool]):
         self._is_compiled = is_compiled
         self._each = 0.03  # seconds that the last one took; before that a guess
-        self._spent = 0.0  # of the time that the device had for the step before
+        self._spent = 0.0  # seconds of recording since the last step ended
 
     def started(self, engine: Any) -> None:
         self._engine = engine

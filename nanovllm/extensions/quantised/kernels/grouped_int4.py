@@ -119,6 +119,7 @@ def _grouped_int4_kernel(
     swizzled, is_swizzled = rows_at(expert, block, line // 8 % 2, line // 16 * 8 + line % 8, SIZES)
     grid_row = swizzled * (SIZES.IN_FEATURES // GROUP)
 
+    # The first input of a step; all rows have the same, but grids are read with a tensor.
     column = tl.zeros([1], tl.int32) + begin * STEP
     next_scale, next_zero = load_grids(scales, zeros, grid_row, is_swizzled, column, GROUP, SIZES)
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
