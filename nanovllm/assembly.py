@@ -5,7 +5,7 @@ The core's own parts come first, which are all that there are where the folder `
 ahead looks for kernels before a model is built; some others where they are needed.
 """
 
-from functools import partial
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ if EXTENDED:
     from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
     from nanovllm.extensions.safety.structured_checks import check_form
-    from nanovllm.extensions.startup import capture_ahead, graph_trial, memory
+    from nanovllm.extensions.startup import compile_ahead, graph_trial, memory
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
     from nanovllm.extensions.text import stop_texts
@@ -87,7 +87,7 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Config, Checkpoint]
 
 def open_checkpoint(config: Config) -> Checkpoint:
     """The checkpoint that these options name, opened without reading its weights."""
-    read = partial(read_config, model_impl=config.model_impl)
+    read = functools.partial(read_config, model_impl=config.model_impl)
     return opening.open_checkpoint(config, gguf_models(), read)
 
 
@@ -109,14 +109,14 @@ def assemble(config: Config) -> Parts:
     prefix_cache = token_prefixes.TokenPrefixes() if config.enable_prefix_caching else PrefixCache()
     prefix_cache.max_cached = scores.max_cached
     parts = Parts(
-        partial(build_model, quantization=config.quantization, exact=config.exact),
+        functools.partial(build_model, quantization=config.quantization, exact=config.exact),
         Int8Layout() if config.kv_cache_dtype == "int8" else CacheLayout(config.kv_cache_torch_dtype),
         # Of (config, device, layers, layout): who computes attention, where prefixes are read once.
         lambda *where: cascade.CascadeBackend(get_backend(*where), where[0]),
         reports.ReportingRanks,
         peer_group.group_maker(config),
         observers=(
-            *capture_ahead.observers(config, partial(peer_group.stand_in, config)),
+            compile_ahead.CompileAhead(config, functools.partial(peer_group.stand_in, config)),
             memory.MemoryHint(config),
             recovery.Recovery(admission_control),
             bitmask,

@@ -1627,15 +1627,6 @@ MUTATIONS = [
         ("== HALF and run.is_symmetric", "== HALF"),
     ),
     *mutations_of(
-        "nanovllm/extensions/startup/capture_ahead",
-        ("if self._spent + self._each > left:", "if False:"),
-        ("now - running.started + spent", "now - running.started"),
-        ("if size <= largest and (size", "if (size"),
-        ("graphs is None or not will_decode or", "graphs is None or"),
-        ("is_prefill or in_flight[-1].batch.wanted", "is_prefill"),
-        ('if config.device == "cpu" or config.exact:', "if False:"),
-    ),
-    *mutations_of(
         "nanovllm/extensions/ranks/peer_group", ("OrderedGroup if config.exact else GlooGroup", "GlooGroup")
     ),
 ]

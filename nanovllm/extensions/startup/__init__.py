@@ -3,7 +3,6 @@
 Triton compiles a kernel when it is first launched, and the engine launches some thirty. One after another
 they would keep the first request waiting. `compile_ahead.py` forks processes that run the engine's steps on
 the CPU without computing anything and compile each kernel instead of launching it; the engine then finds
-them in Triton's cache on disk. `capture_ahead.py` records CUDA graphs while the GPU computes the first
-prompts and the host would wait. `graph_trial.py` tries out whether a model's step can be captured, and
+them in Triton's cache on disk. `graph_trial.py` tries out whether a model's step can be captured, and
 `memory.py` explains what can be done when memory runs out.
 """

@@ -91,9 +91,6 @@ class CompileAhead(Observer):
             reported = len(os.read(self._reports, missing))
             missing = missing - reported if reported else 0  # 0: all have ended
 
-    def is_done(self) -> bool:
-        return not self._processes
-
     def before_first_decode(self) -> None:
         """Wait until all is compiled, or it takes too long."""
         if not self._processes:
