@@ -801,8 +801,11 @@ MUTATIONS = [
         ("tl.store(counters + each, 0, mask=is_expert)", "pass"),
     ),
     *mutations_of(
-        "nanovllm/extensions/experts/kernels/grouped_gemm",
+        "nanovllm/extensions/quantised/kernels/grouped_fp8",
         ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
+        ("first = tl.program_id(1) * OWN_FEATURES", "first = 0"),
+        ("tile = tile._replace(SPLITS=1)", "pass"),
+        ("tile._replace(BLOCK_K=weight.group)", "tile"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_gemm",
@@ -955,6 +958,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/quantised/products",
         ("rows, stream.normed = stream.normed, None  # for", "rows = stream.normed  # for"),
+        ("return not is_prefill and 0 < rows <= MAX_LINEAR", "return 0 < rows <= MAX_LINEAR"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/fp8_linear",

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nanovllm.extensions.int8_cache.layout import Int8Layout
 from nanovllm.extensions.models.attention_rule import AttentionRule
+from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_torch
 from nanovllm.kernels import layernorm
 from nanovllm.kernels.activation import silu_and_mul_torch
 from nanovllm.kernels.attention_variant import AttentionVariant
@@ -43,6 +45,14 @@ def sum_and_norm(parts, residual, weight, eps):
     """What every rank computes from all ranks' parts, which are added in the order of the ranks."""
     total = sum(part.float() for part in parts).to(residual.dtype)
     return layernorm.add_rms_norm_torch(total, residual, weight, eps)
+
+
+def linear_fp8_torch(
+    x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    values = x.codes[: x.rows].float() * x.scales[: x.rows, None]
+    y = F.linear(values, dequantise_torch(weight, slice(0, weight.shape[0]), torch.float32), bias).to(x.dtype)
+    return silu_and_mul_torch(y) if gated else y
 
 
 def gemv_torch(

@@ -11,7 +11,8 @@ weights once per step is the floor.
 - `kernels/grouped_gemm.py` and `kernels/grouped_mxfp4.py` multiply the rows of all experts by one launch. The
   table that says which tile belongs to which expert stands on the device and the grid follows from sizes
   alone, so a CUDA graph can hold it. What all of them share (the launcher, `find_tile`, `store_tile`) is in
-  `extensions/quantised/kernels/grouped_gemm.py`; grouped_codes.py there is for layers without experts, too.
+  `extensions/quantised/kernels/grouped_gemm.py`; grouped_fp8.py, grouped_codes.py and grouped_int4.py there
+  are for layers without experts, too.
 - `kernels/gemv.py` and `kernels/gemv_codes.py` serve a few tokens: one product an assignment.
 - `moe.py` is the layer, with the MLP's signature. A rank holds a part of each expert's width. Shared experts,
   which compute all tokens, are an ordinary MLP beside the others; one sum over the ranks has both.
@@ -24,8 +25,8 @@ GEMM:
 | format                | layout of values         | scales are applied to       | gemv    | grouped GEMM    |
 |-----------------------|--------------------------|-----------------------------|---------|-----------------|
 | float32, 16 bits      | [out, in]                |                             | <= 4    | grouped_gemm    |
-| fp8, a scale a row    | [out, in]                | sums                        | <= 4    | grouped_gemm    |
-| fp8, 128 x 128 blocks | [out, in]                | sums over 128 inputs        | <= 4    | grouped_gemm    |
+| fp8, a scale a row    | [out, in]                | sums                        | <= 4    | grouped_fp8     |
+| fp8, 128 x 128 blocks | [out, in]                | sums over 128 inputs        | <= 4    | grouped_fp8     |
 | fp8, before Ada       | [out, in]                | sums                        | never   | grouped_codes   |
 | int8                  | [out, in]                | sums; small groups: values  | <= 4    | grouped_codes   |
 | int4, nf4             | 32 inputs: 16 low halves | values; whole rows: sums    | <= 4    | grouped_codes   |
@@ -34,9 +35,9 @@ GEMM:
 | MXFP4, on Hopper      | bricks of 16 rows        | values, up to the row's     | <= 2    | grouped_mxfp4   |
 |                       | and 128 such inputs      | largest one, which: sums    |         |                 |
 
-Inputs are multiplied in their own dtype, but by grouped_gemm's fp8 kernel and by grouped_int4 in fp8, and by
-grouped_mxfp4 as sums of two fp8 numbers. A gemv applies scales to sums over 16 or 32 inputs. Weights
-of any other format are converted first and then multiplied as dense ones.
+Inputs are multiplied in their own dtype, but by grouped_fp8 and grouped_int4 in fp8, and by grouped_mxfp4 as
+sums of two fp8 numbers. A gemv applies scales to sums over 16 or 32 inputs. Weights of any other format are
+converted first and then multiplied as dense ones.
 
 It needs `extensions/quantised` for the formats of its weights.
 """

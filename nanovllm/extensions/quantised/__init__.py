@@ -26,7 +26,8 @@ Where values are halves of bytes, 32 inputs are 16 bytes, the first 16 in their 
 - *gemv*, `kernels/quantised_matvec.py`: in decode steps, in float16 too, from compute capability 8.0 on (fp8:
   8.9). Here scales multiply the sums of 16 or 32 inputs, whatever the format.
 - *8 bits*, `kernels/fp8_linear.py`: from 8.9 on (blocks: 9.0), beside the residual stream; else as int8. The
-  activations are quantised too, as part of the norm or activation that computes them.
+  activations are quantised too, as part of the norm or activation that computes them. Up to 64 rows of a
+  decode step `kernels/grouped_fp8.py` multiplies, for more torch's library.
 - *codes*, `kernels/grouped_codes.py`: from 8.0 on. It wants the columns of x in another order, which the norm
   or the activation in front of it gives them (`CodesProduct`). Mixtures of experts have the same kernel: a
   layer is one expert, whose rows all tokens are.

@@ -29,6 +29,7 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
     can_use_linear_codes,
     linear_codes,
 )
+from nanovllm.extensions.quantised.kernels.grouped_fp8 import MAX_LINEAR_ROWS, linear_fp8
 from nanovllm.extensions.quantised.kernels.grouped_int4 import in_fp8, linear_int4
 from nanovllm.extensions.quantised.kernels.permute_k import PADDING, permute_k
 from nanovllm.extensions.quantised.kernels.quantised_matvec import (
@@ -147,6 +148,19 @@ class Fp8Product(PreparedProduct):
         return fp8_linear(rows, self.weight, bias, leave_scales)
 
 
+class FewRowsFp8Product(Fp8Product):
+    """In decode steps of so few rows that a kernel of our own is faster; it applies scales and gates."""
+
+    def accepts(self, rows: int, is_prefill: bool) -> bool:
+        return not is_prefill and 0 < rows <= MAX_LINEAR_ROWS
+
+    def multiply_rows(self, rows: QuantisedRows, bias: Tensor | None, leave_scales: bool) -> Tensor:
+        return linear_fp8(rows, self.weight, bias)
+
+    def _multiply(self, rows: QuantisedRows, bias: Tensor | None, gated: bool) -> Tensor:
+        return linear_fp8(rows, self.weight, bias, gated)
+
+
 class Int4Product(Fp8Product):
     """In 8 bits, too, for rows with a scale each, whose columns are permuted."""
 
@@ -220,7 +234,7 @@ def fast_products(
         return found
     if weight.is_fp8:
         if layer.hidden_size is not None and can_use_fp8(row, weight):
-            found.append(Fp8Product(weight))
+            found += [FewRowsFp8Product(weight), Fp8Product(weight)]
         return found
     if weight.shape[1] % PADDING == 0 and can_use_linear_codes(row, weight):
         found.append(CodesProduct(weight, MAX_UNROUNDED_ROWS if weight.rounds_inputs else MAX_ROWS))

@@ -23,11 +23,11 @@ from kernel_checks import (
 from quantised_weights import FORMATS, in_order, make_weight
 
 from nanovllm.extensions.experts.config import ExpertsConfig
-from nanovllm.extensions.experts.kernels import grouped_gemm, moe, router
+from nanovllm.extensions.experts.kernels import moe, router
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.extensions.experts.kernels.router import max_tiles, sort_assignments
 from nanovllm.extensions.experts.moe import MixtureOfExperts
-from nanovllm.extensions.quantised.kernels import fp8_linear, quantised_matvec
+from nanovllm.extensions.quantised.kernels import fp8_linear, grouped_fp8, quantised_matvec
 from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     QuantisedWeight,
@@ -504,20 +504,20 @@ def test_bricks_hold_what_rows_held():
 @pytest.mark.parametrize("name, width", [("fp8, a scale a row", 160), ("fp8, blocks", 256)])
 def test_products_in_8_bits_are_those_of_rounded_inputs_on_a_cpu(monkeypatch, name, width):
     # The interpreter rounds 127 to 64, for want of a carry to the exponent.
-    monkeypatch.setattr(grouped_gemm, "quantise", fp8_linear.quantise_torch)
+    monkeypatch.setattr(grouped_fp8, "quantise", fp8_linear.quantise_torch)
     weight, x, chosen = make_quantised(name, 2, 256, width, "cpu"), rand(5, width), choose(5, 1, 2, "cpu")
     groups, tile = sort_assignments(chosen.experts, 2, 16), Tile(16, 2)
     matrices = dequantise_torch(weight, slice(0, 512), torch.float64).unflatten(0, (2, 256))
     rounded = as_quantised(x, weight.group)
     products = (matrices[chosen.experts[:, 0].long()] @ rounded[..., None])[..., 0]
     gated, out = torch.empty(5, 128), torch.empty(5, 256)
-    grouped_gemm.multiply_fp8(x, weight, GroupedProduct(None, groups, out, tile, weights=chosen.weights))
+    grouped_fp8.multiply_fp8(x, weight, GroupedProduct(None, groups, out, tile, weights=chosen.weights))
     assert error(out, products * chosen.weights) < 1e-6
-    grouped_gemm.multiply_fp8(x, weight, GroupedProduct(None, groups, gated, tile, top_k=1))
+    grouped_fp8.multiply_fp8(x, weight, GroupedProduct(None, groups, gated, tile, top_k=1))
     assert error(gated, activate_torch(products)) < 1e-6
     bias = rand(512)
     rows = fp8_linear.quantise_torch(x, weight.group)
-    grouped_gemm.multiply_fp8(rows, weight, GroupedProduct(bias, groups, out, tile))
+    grouped_fp8.multiply_fp8(rows, weight, GroupedProduct(bias, groups, out, tile))
     assert error(out, products + bias.view(2, 256)[chosen.experts[:, 0].long()]) < 1e-6
 
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from extension_kernels import fused_linear_torch, gemv_torch
+from extension_kernels import fused_linear_torch, gemv_torch, linear_fp8_torch
 
 from nanovllm.extensions.products import products as dense_products
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
@@ -16,7 +16,12 @@ from nanovllm.extensions.quantised import products as products_module
 from nanovllm.extensions.quantised.formats import read_scheme
 from nanovllm.extensions.quantised.fp8 import Fp8
 from nanovllm.extensions.quantised.kernels.quantised_weight import dequantise_torch
-from nanovllm.extensions.quantised.products import Fp8Product, PendingAdd, quantised_rows
+from nanovllm.extensions.quantised.products import (
+    FewRowsFp8Product,
+    Fp8Product,
+    PendingAdd,
+    quantised_rows,
+)
 from nanovllm.extensions.quantised.scaled import FLOATS
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import (
@@ -52,6 +57,8 @@ def products(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     monkeypatch.setattr(products_module, "can_use_fp8", lambda x, weight: True)
+    monkeypatch.setattr(products_module, "linear_fp8", linear_fp8_torch)
+    monkeypatch.setattr(products_module, "MAX_LINEAR_ROWS", 1)  # the rows of most tests are more
     monkeypatch.setattr(dense_products, "fused_linear", fused_linear_torch)
     return found
 
@@ -108,6 +115,13 @@ def test_what_8_bits_multiply_differs_by_the_rounding_of_activations(gates, down
     assert products == expected
 
 
+def test_our_own_kernel_multiplies_a_few_rows_of_decode_steps():
+    product = FewRowsFp8Product(make(QKVParallelLinear(HIDDEN, 64, 4, 2), ROW).matrix.quantised)
+    most = products_module.MAX_LINEAR_ROWS
+    assert product.accepts(1, False) and product.accepts(most, False)
+    assert not any(product.accepts(*each) for each in [(0, False), (most + 1, False), (1, True)])
+
+
 def test_what_is_added_to_a_stream_is_added_once():
     x, added, norm = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), RMSNorm(HIDDEN)
     stream = PendingAdd(x, norm, pending_add=added)
@@ -121,6 +135,9 @@ def make_product(layer: LinearBase, kind: str) -> None:
     """Give the layer a weight, and only one product that can multiply by it."""
     if kind == "8 bits":
         make(layer, ROW)
+    elif kind == "8 bits, few rows":
+        layer.products = [FewRowsFp8Product(make(layer, ROW).matrix.quantised)]
+        layer.products[0].accepts = lambda rows, is_prefill: True
     else:
         layer.set_matrix(FoldingWeight(layer.shards))
         make(layer, None)
@@ -132,7 +149,7 @@ def make_product(layer: LinearBase, kind: str) -> None:
             ]
 
 
-KINDS = ["library", "gemv", "fused", "8 bits"]
+KINDS = ["library", "gemv", "fused", "8 bits", "8 bits, few rows"]
 
 
 @pytest.mark.parametrize("into", KINDS)
@@ -160,7 +177,7 @@ def test_layers_that_are_not_quantised_have_the_products_of_dense_weights(produc
     ):
         layer.set_matrix(scheme.make_weight(FoldingWeight, layer, name, [f"model.layers.0.{name}"]))
         kinds[name] = [type(product) for product in (*layer.products, layer.matrix)]
-    assert kinds == {"qkv_proj": [Fp8Product, Fp8], "down_proj": [FoldingWeight]}
+    assert kinds == {"qkv_proj": [FewRowsFp8Product, Fp8Product, Fp8], "down_proj": [FoldingWeight]}
 
 
 @pytest.mark.parametrize("dense, expected", [(FoldingWeight, Gemv), (DenseWeight, None)])

@@ -19,12 +19,14 @@ from quantised_weights import FORMATS, in_order, make_weight
 from nanovllm.extensions.quantised.kernels import (
     fp8_linear,
     grouped_codes,
+    grouped_fp8,
     grouped_int4,
     nf4,
     quantised_matvec,
     to_numbers,
 )
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
+from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
@@ -633,6 +635,33 @@ def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared
     assert child.returncode == 0, child.stderr[-2000:]
     shared = [line.split() for line in child.stdout.splitlines()]
     assert len(shared) == 13 and all(int(size) <= 99 << 10 for _, size in shared), shared
+
+
+@on_devices
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_a_few_rows_in_8_bits_are_multiplied_by_our_own_kernel(device, dtype, rows, name, gated, monkeypatch):
+    """Where programs share the inputs of a tile, too, and with whole blocks alone where they are of 128."""
+    if device == "cpu" and rows != 17:
+        pytest.skip("takes long in the interpreter")
+    if device == "cuda" and not gpu_supports(torch.device(device), 8, 9):
+        pytest.skip("needs a GPU that multiplies in 8 bits")
+    if device == "cpu":
+        monkeypatch.setattr(grouped_fp8, "PROGRAMS", 3)
+    weight = make_weight(name, (384, 1024), device)
+    x, bias = torch.randn(rows, 1024, device=device), torch.randn(384, device=device, dtype=dtype)
+    assert grouped_fp8.linear_tile(rows, weight, x.device).SPLITS == 2
+    # The interpreter rounds 127 to 64, for want of a carry to the exponent.
+    quantised = fp8_linear.quantise_torch(x.to(dtype), weight.group)
+    expected = values_of(quantised) @ matrix_of(weight).T + bias.double()
+    if gated:
+        gate, value = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * value
+    for _ in range(2):  # the counters of arrivals are as they were
+        y = grouped_fp8.linear_fp8(quantised, weight, bias, gated)
+        assert y.dtype == dtype and error(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert not arrival_counters(x.device).any()
 
 
 @pytest.mark.gpu

@@ -1,16 +1,13 @@
-"""The grouped GEMMs of experts whose weights are multiplied as they are: dense ones, and codes of 8 bits in
-floating point, for which tokens are quantised as the weights are.
+"""The grouped GEMM of experts whose weights are dense.
 
-What they share with the kernels of codes is in `extensions/quantised/kernels/grouped_gemm.py`.
+What it shares with those of other weights is in `extensions/quantised/kernels/grouped_gemm.py`.
 """
 
 from torch import Tensor
 
-from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, quantise
 from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     GroupedProduct,
     Tile,
-    fewer_stages,
     find_tile,
     rows_in_turn,
     store_tile,
@@ -27,14 +24,6 @@ DENSE_TILES = {
     1 << 30: Tile(64, 3, BLOCK_K=64),
     1 << 31: Tile(128, 4, BLOCK_N=256, BLOCK_K=64, WARPS=8),  # for prefills alone
 }
-FP8_TILES = {
-    8: Tile(16, 4, BLOCK_N=64),
-    24: Tile(32, 3),
-    48: Tile(64, 4),
-    1 << 30: Tile(256, 3, WARPS=8),
-}
-# Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
-FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 1 << 30: Tile(64, 4)}
 
 
 def multiply_dense(x: Tensor, weight: Tensor | QuantisedWeight, product: GroupedProduct) -> None:
@@ -68,58 +57,3 @@ def _grouped_kernel(x, weight, x_stride, operands, tokens, SIZES: tl.constexpr, 
         weight_tile = masked_load(its_weight + start, present[:, None] & is_row[None, :])
         acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
     store_tile(acc, first_row + row, is_row, tile, operands, SIZES, 1, True)
-
-
-def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
-    """x is quantised if it is not yet."""
-    x = x if isinstance(x, QuantisedRows) else quantise(x, weight.group)
-    inputs = x.codes, x.scales, weight.codes, weight.scales, len(x.codes)
-    constants = {"GROUP": weight.group, "TILE_ROWS": weight.tile[0]}
-    product.launch(_grouped_fp8_kernel, weight, inputs, constants, **fewer_stages(x.codes.device))
-
-
-@triton.jit(do_not_specialize=["padded_rows", "tokens"])
-def _grouped_fp8_kernel(
-    x,
-    x_scales,
-    codes,
-    scales,
-    padded_rows,
-    operands,
-    tokens,
-    GROUP: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    SIZES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """
-    The weight's rows are the rows: of these there are always enough, while an expert has few tokens in a
-    decode step.
-    """
-    tile = find_tile(operands, tokens, SIZES, OVERLAP)
-    block, expert, assignment, is_real = tile
-    if expert == SIZES.EXPERTS:
-        return
-    token = assignment // SIZES.TOP_K
-    row, is_row = rows_in_turn(expert.to(tl.int64) * (SIZES.PARTS * SIZES.OUT_FEATURES), block, SIZES)
-    column = tl.arange(0, SIZES.BLOCK_K)
-    its_codes = codes + row[:, None] * SIZES.IN_FEATURES + column[None, :]
-    its_x = x + token[None, :] * SIZES.IN_FEATURES + column[:, None]
-    GROUPS: tl.constexpr = SIZES.IN_FEATURES // GROUP if GROUP > 0 else 1  # of a row
-    its_scales = scales + row // TILE_ROWS * GROUPS
-    acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
-    for start in range(0, SIZES.IN_FEATURES, SIZES.BLOCK_K):
-        present = start + column < SIZES.IN_FEATURES
-        code_tile = masked_load(its_codes + start, is_row[:, None] & present[None, :])
-        x_tile = masked_load(its_x + start, present[:, None] & is_real[None, :])
-        if GROUP > 0:
-            group = start // GROUP
-            scale = masked_load(its_scales + group, is_row).to(tl.float32)
-            x_scale = masked_load(x_scales + group.to(tl.int64) * padded_rows + token, is_real)
-            acc += tl.dot(code_tile, x_tile) * scale[:, None] * x_scale[None, :]
-        else:
-            acc = tl.dot(code_tile, x_tile, acc)
-    if GROUP == 0:
-        scale = masked_load(its_scales, is_row).to(tl.float32)
-        acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, True)

@@ -9,18 +9,13 @@ from torch import Tensor
 from nanovllm.extensions.experts.kernels.experts import ExpertWeights, activate_torch
 from nanovllm.extensions.experts.kernels.gemv import multiply_and_sum, multiply_gates
 from nanovllm.extensions.experts.kernels.gemv_codes import multiply_and_sum_codes, multiply_gates_codes
-from nanovllm.extensions.experts.kernels.grouped_gemm import (
-    DENSE_TILES,
-    FP8_BLOCK_TILES,
-    FP8_TILES,
-    multiply_dense,
-    multiply_fp8,
-)
+from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES, multiply_dense
 from nanovllm.extensions.experts.kernels.grouped_mxfp4 import MXFP4_TILES, multiply_mxfp4
 from nanovllm.extensions.experts.kernels.router import Chosen, sort_assignments
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_codes import CODE_TILES, multiply_codes
+from nanovllm.extensions.quantised.kernels.grouped_fp8 import FP8_BLOCK_TILES, FP8_TILES, multiply_fp8
 from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.quantised.kernels.grouped_int4 import INT4_TILES, multiply_int4
 from nanovllm.extensions.quantised.kernels.permute_k import permuted_width
