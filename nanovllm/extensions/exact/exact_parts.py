@@ -63,8 +63,9 @@ def use_exact(model: nn.Module, moe: Any, fp8: type) -> None:
 
     class ExactFp8(fp8):
         """
-        Multiplies without what its products fold in: torch's library, with a scale for each row, has one
-        order for any number of rows. Where it cannot, and on a CPU, the weight is dequantised first.
+        Multiplies without what its products fold in: torch's library, which is the last of them, has one
+        order for any number of rows, with a scale for each. Where it cannot, and on a CPU, the weight is
+        dequantised first.
         """
 
         act_fn = staticmethod(exact_silu_and_mul)
@@ -75,7 +76,7 @@ def use_exact(model: nn.Module, moe: Any, fp8: type) -> None:
             return exact_linear(x, codes.mul_(scales).to(x.dtype), bias)
 
         def products(self, layer: Any) -> list[Product]:
-            return [*map(Unfolded, super().products(layer))]
+            return [*map(Unfolded, super().products(layer)[-1:])]
 
     for name, layer in model.named_modules():
         if isinstance(layer, moe.MixtureOfExperts):

@@ -252,8 +252,15 @@ def test_fp8_weights_multiply_a_row_as_if_it_were_alone():
 
 @by_torch
 def test_what_fp8_products_fold_in_on_a_gpu_is_left_to_kernels_of_its_own(monkeypatch):
-    """A product gets rows that are normalised, or activated, and rounded."""
+    """
+    A product gets rows that are normalised, or activated, and rounded. It is the last one, which multiplies
+    any number of rows.
+    """
     multiplied = []
+
+    class OfFewRows:
+        def linear(self, x, bias, gated=False):
+            raise AssertionError("more rows would be added up in another order")
 
     class Folding:
         def linear(self, x, bias, gated=False):
@@ -261,7 +268,7 @@ def test_what_fp8_products_fold_in_on_a_gpu_is_left_to_kernels_of_its_own(monkey
             multiplied.append(x)
             return x.repeat(1, 2)
 
-    monkeypatch.setattr(Fp8, "products", lambda weight, layer: [Folding()])
+    monkeypatch.setattr(Fp8, "products", lambda weight, layer: [OfFewRows(), Folding()])
     product = make_fp8("qwen3", torch.float32).model.layers[0].mlp.gate_up_proj.product(1)
     x, norm = torch.randn(3, 64), RMSNorm(64)
     gated = product.norm_linear(Stream(x, norm), None, gated=True)
