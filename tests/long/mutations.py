@@ -336,6 +336,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/structured/grammar",
         ("source = self._source(wanted) + NO_FORCING", "source = self._source(wanted)"),
+        ("[:2])] < [1, 9]:", "[:2])] < [1]:"),
         ("{' | '.join(texts)}\".replace(", "{' | '.join(texts)}\".strip("),
         ("16 * 2**20 + 24 * 2**10 * MAX_LEVELS", "16 * 2**20"),
         ("    if number > most:", "    if False:"),

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from nanovllm.config import Config
@@ -93,8 +94,12 @@ class Compiler:
         try:
             import llguidance.hf
             import llguidance.numpy
+
+            if [*map(int, version("llguidance").split(".")[:2])] < [1, 9]:
+                raise ImportError
         except ImportError as error:
-            raise ValueError('structured_outputs need llguidance: pip install -e ".[structured]"') from error
+            how = 'pip install -e ".[structured]"'
+            raise ValueError(f"structured_outputs need llguidance 1.9 or newer: {how}") from error
         return llguidance
 
     @functools.cached_property

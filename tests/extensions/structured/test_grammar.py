@@ -653,11 +653,23 @@ def test_a_token_that_a_grammar_does_not_allow_is_an_error_and_no_answer(llm):
     llm.clear()
 
 
+TOO_OLD = r'need llguidance 1.9 or newer: pip install -e ".\[structured\]"'
+
+
 def test_without_llguidance_the_error_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
-        with pytest.raises(ValueError, match=r'need llguidance: pip install -e ".\[structured\]"'):
+        with pytest.raises(ValueError, match=TOO_OLD):
             answer(llm, JSON)
+
+
+def test_an_llguidance_that_is_too_old_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("nanovllm.extensions.structured.grammar.version", lambda _: "1.6.1")
+    with LLM(folder, **EXACT, num_kvcache_blocks=40) as llm:
+        with pytest.raises(ValueError, match=TOO_OLD):
+            answer(llm, JSON)
+        monkeypatch.undo()
+        answer(llm, JSON)
 
 
 def test_without_a_tokenizer_or_an_end_token_there_is_no_structured_output(tmp_path):
