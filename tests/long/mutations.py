@@ -337,6 +337,7 @@ MUTATIONS = [
         "nanovllm/extensions/structured/grammar",
         ("source = self._source(wanted) + NO_FORCING", "source = self._source(wanted)"),
         ("[:2])] < [1, 9]:", "[:2])] < [1]:"),
+        ('re.findall(r"\\d+", version("llguidance"))[:2]', 'version("llguidance").split(".")[:2]'),
         ("{' | '.join(texts)}\".replace(", "{' | '.join(texts)}\".strip("),
         ("16 * 2**20 + 24 * 2**10 * MAX_LEVELS", "16 * 2**20"),
         ("    if number > most:", "    if False:"),
@@ -810,6 +811,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_gemm",
+        ("if steps % count == 0", "if True"),
         ("line % SIZES.PARTS * SIZES.OUT_FEATURES + place", "place"),
         ("member < masked_load(operands.table", "member <= masked_load(operands.table"),
         (
@@ -848,7 +850,6 @@ MUTATIONS = [
         ("(1024 if IS_F16 else 128)", "128"),
         ("above + ZERO_POINT, tl.float32", "above, tl.float32"),
         ("start = begin + step * STEP", "start = step * STEP"),
-        ("if steps % count == 0", "if True"),
         ("if rows > 128 and weight", "if weight"),
         ("_byte == 2 and is_large and has", "_byte == 2 and has"),
         ("k // BYTES * (BYTES * PER_BYTE) + k % BYTES", "k"),

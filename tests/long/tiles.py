@@ -20,7 +20,7 @@ import torch
 
 from nanovllm.extensions.quantised.kernels import grouped_codes, grouped_fp8, grouped_int4
 from nanovllm.extensions.quantised.kernels.fp8_linear import quantise
-from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
+from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile, with_splits
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 
@@ -50,7 +50,7 @@ def candidates(kernel: str, rows: int, shape: tuple[int, int]) -> Iterator[Tile]
         suits_rows = rows <= 4 * block_m and block_m < max(2 * rows, 17)
         if suits_rows and block_n >= 16 * warps and block_m * block_n <= 128 * 32 * warps:
             tile = Tile(block_m, stages, block_n, block_k, warps)
-            found.add(grouped_codes.with_splits(tile, rows, shape, programs * processors))
+            found.add(with_splits(tile, rows, shape, programs * processors))
     yield from sorted(found)
 
 

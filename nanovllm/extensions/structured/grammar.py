@@ -6,6 +6,7 @@ llguidance is imported when the first request asks for it. Knows nothing of sequ
 import concurrent.futures
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -95,7 +96,7 @@ class Compiler:
             import llguidance.hf
             import llguidance.numpy
 
-            if [*map(int, version("llguidance").split(".")[:2])] < [1, 9]:
+            if [*map(int, re.findall(r"\d+", version("llguidance"))[:2])] < [1, 9]:
                 raise ImportError
         except ImportError as error:
             how = 'pip install -e ".[structured]"'

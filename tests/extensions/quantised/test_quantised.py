@@ -20,6 +20,7 @@ from nanovllm.extensions.quantised.kernels import (
     fp8_linear,
     grouped_codes,
     grouped_fp8,
+    grouped_gemm,
     grouped_int4,
     nf4,
     quantised_matvec,
@@ -295,7 +296,7 @@ def test_products_of_some_rows_are_right(device, dtype, name, shape, rows, monke
     if device == "cpu":
         # Tiles so small that several programs share the inputs of one.
         monkeypatch.setattr(grouped_codes, "LINEAR_TILES", {256: (Tile(16, 2, BLOCK_N=16, WARPS=1), 8)})
-        monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
+        monkeypatch.setattr(grouped_gemm, "MIN_INPUTS", 1)
     weight = make_weight(name, shape, device)
     x = torch.randn(rows, 2 * shape[1], device=device, dtype=dtype)[:, : shape[1]]
     bias = torch.randn(shape[0], device=device, dtype=dtype)
@@ -368,7 +369,7 @@ def test_rows_stay_permuted_from_the_norm_to_the_end_of_a_layer(device, dtype, n
             pytest.skip("takes long in the interpreter")
         tile = Tile(16, 2, BLOCK_N=16, BLOCK_K=256, WARPS=1)
         monkeypatch.setattr(grouped_codes, "LINEAR_TILES", {256: (tile, 99)})
-        monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
+        monkeypatch.setattr(grouped_gemm, "MIN_INPUTS", 1)
     hidden, width = (256, 256) if device == "cpu" else (512, 256)
     up, down = make_weight(name, (2 * width, hidden), device), make_weight(name, (hidden, width), device)
     norm = RMSNorm(hidden).to(device, dtype)
@@ -412,7 +413,7 @@ def test_int4_times_rounded_inputs_is_exact(device, dtype, name, rows, monkeypat
         if rows != 20:
             pytest.skip("takes long in the interpreter")
         monkeypatch.setattr(grouped_int4, "INT4_TILES", {20: Tile(16, 2, BLOCK_N=16, WARPS=1)})
-        monkeypatch.setattr(grouped_codes, "MIN_INPUTS", 1)
+        monkeypatch.setattr(grouped_gemm, "MIN_INPUTS", 1)
         monkeypatch.setattr(grouped_int4, "PROGRAMS", 8)
     weight = make_weight(name, shape, device)
     x = 5 + torch.randn(rows, shape[1], device=device, dtype=dtype)  # a sum that zeros take much off
@@ -642,7 +643,7 @@ def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
 @pytest.mark.parametrize("rows", [1, 17, 64])
 def test_a_few_rows_in_8_bits_are_multiplied_by_our_own_kernel(device, dtype, rows, name, gated, monkeypatch):
-    """Where programs share the inputs of a tile, too, and with whole blocks alone where they are of 128."""
+    """Two programs share the inputs of each tile, but where gates are applied."""
     if device == "cpu" and rows != 17:
         pytest.skip("takes long in the interpreter")
     if device == "cuda" and not gpu_supports(torch.device(device), 8, 9):

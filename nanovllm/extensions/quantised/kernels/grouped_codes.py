@@ -22,6 +22,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     store_part,
     store_tile,
     sum_of_parts,
+    with_splits,
 )
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
 from nanovllm.extensions.quantised.kernels.permute_k import BYTES, permute_k
@@ -65,7 +66,6 @@ LINEAR_TILES = {
 # cache. One program fills a multiprocessor, which must have many steps, since the first wait for memory.
 WIDE_TILE = Tile(256, 3, WARPS=8)
 MIN_WIDE_STEPS = 10  # of a multiprocessor
-MIN_INPUTS = 512  # of a program, where several share them
 
 
 def multiply_codes(x: Tensor, weight: QuantisedWeight, product: GroupedProduct) -> None:
@@ -103,15 +103,6 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
         tile, programs = WIDE_TILE, 1
     tile = tile._replace(BLOCK_K=min(tile.BLOCK_K, 2 * BYTES.value * weight.codes_per_byte))
     return with_splits(tile, rows, weight.shape, processors * programs)
-
-
-def with_splits(tile: Tile, rows: int, shape: tuple[int, int], programs: int) -> Tile:
-    """The tile whose inputs as many programs share as it takes to start so many in all."""
-    out_features, in_features = shape
-    tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
-    steps = cdiv(in_features, tile.BLOCK_K)
-    most = min(programs // tiles, in_features // MIN_INPUTS)
-    return tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, quantise
-from nanovllm.extensions.quantised.kernels.grouped_codes import with_splits
 from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     GroupedProduct,
     Tile,
@@ -19,6 +18,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     store_part,
     store_tile,
     sum_of_parts,
+    with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
 from nanovllm.kernels.runtime import masked_load, num_multiprocessors, tl, triton
@@ -33,7 +33,7 @@ FP8_TILES = {
 }
 # Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
 FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 1 << 30: Tile(64, 4)}
-# Of layers without experts, by the most rows. With scales of blocks a step takes the inputs of one.
+# Of layers without experts, by the most rows. With a scale for each block, BLOCK_K is a block's inputs.
 LINEAR_TILES = {
     16: Tile(16, 6, BLOCK_N=64, BLOCK_K=256),
     32: Tile(32, 5, BLOCK_N=64, BLOCK_K=256),
@@ -96,7 +96,7 @@ def _grouped_fp8_kernel(
     The weight's rows are the rows: of these there are always enough, while an expert has few tokens in a
     decode step.
     """
-    OWN_FEATURES: tl.constexpr = SIZES.IN_FEATURES // SIZES.SPLITS  # a whole number of BLOCK_K, if not all
+    OWN_FEATURES: tl.constexpr = SIZES.IN_FEATURES // SIZES.SPLITS  # of this program
     tile = find_tile(operands, tokens, SIZES, OVERLAP)
     block, expert, assignment, is_real = tile
     if expert == SIZES.EXPERTS:

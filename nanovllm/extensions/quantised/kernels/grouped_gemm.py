@@ -19,6 +19,7 @@ from nanovllm.kernels.runtime import cdiv, masked_load, next_power_of_2, pdl_wai
 
 # gpt-oss's activation is (up + 1) * gate * sigmoid(ALPHA * gate), with both kept within LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
+MIN_INPUTS = 512  # of a program, where several share them
 ALPHA_OF_KERNELS, LIMIT_OF_KERNELS = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
 
 
@@ -130,6 +131,15 @@ class GroupedProduct(NamedTuple):
             maxnreg=tile.MAX_REGISTERS,
             **runtime.overlap_options(device),
         )
+
+
+def with_splits(tile: Tile, rows: int, shape: tuple[int, int], programs: int) -> Tile:
+    """The tile whose inputs as many programs share as it takes to start so many in all."""
+    out_features, in_features = shape
+    tiles = cdiv(rows, tile.BLOCK_M) * cdiv(out_features, tile.BLOCK_N)
+    steps = cdiv(in_features, tile.BLOCK_K)
+    most = min(programs // tiles, in_features // MIN_INPUTS)
+    return tile._replace(SPLITS=next(count for count in range(max(1, most), 0, -1) if steps % count == 0))
 
 
 def fewer_stages(device: torch.device) -> dict[str, int]:

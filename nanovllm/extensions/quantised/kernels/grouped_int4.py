@@ -15,7 +15,6 @@ from nanovllm.extensions.quantised.kernels.grouped_codes import (
     load_grids,
     rows_at,
     rows_in_halves,
-    with_splits,
 )
 from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     GroupedProduct,
@@ -25,6 +24,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     store_part,
     store_tile,
     sum_of_parts,
+    with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, QuantisedWeight, dequantise
 from nanovllm.kernels.runtime import (
