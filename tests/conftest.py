@@ -28,6 +28,12 @@ def small_kv_cache():
         yield
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random inputs are the same in every run, whatever ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit whoever fits now, so that in a small KV cache some are preempted later."""

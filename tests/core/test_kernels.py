@@ -29,7 +29,6 @@ from kernel_checks import (
     random_slots,
     rope_inputs,
     sampling_inputs,
-    seeded,  # noqa: F401
     tolerance,
 )
 

@@ -14,9 +14,9 @@ from layer_checks import (
     paged,
     rms_norm_formula,
     rotate,
-    seeded,  # noqa: F401
     stored,
     tolerance,
+    without_context,  # noqa: F401
 )
 
 from nanovllm.layers.activation import SiluAndMul

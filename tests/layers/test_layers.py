@@ -10,8 +10,8 @@ from layer_checks import (
     make_rope,
     normalised,
     on_rank,
-    seeded,  # noqa: F401
     tolerance,
+    without_context,  # noqa: F401
 )
 
 from nanovllm.kernels.attention_variant import AttentionVariant

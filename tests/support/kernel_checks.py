@@ -63,11 +63,6 @@ def on(device, large, small):
     return large if device == "cuda" else small
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def store_torch(key, value, k_cache, v_cache, slots):
     """What the layout stores, without a kernel."""
     layout = LAYOUTS.get(k_cache.dtype)
@@ -153,7 +148,7 @@ PLAIN = Plain()
 def attention_tolerance(dtype, cache_dtype=None):
     if dtype != torch.float32:
         return 1.5e-2 if cache_dtype in LAYOUTS else 8e-3
-    return 1e-3 if cache_dtype in LAYOUTS else 2e-6  # 8-bit caches are multiplied in float16
+    return 1e-3 if cache_dtype in LAYOUTS else 4e-6  # 8-bit caches are multiplied in float16
 
 
 def check_decode(

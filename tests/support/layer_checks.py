@@ -20,8 +20,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
+def without_context():
     yield
     reset_context()
 

@@ -16,7 +16,6 @@ from kernel_checks import (
     on_devices,
     paged_caches,
     rand,
-    seeded,  # noqa: F401
     store_torch,
     tolerance,
 )

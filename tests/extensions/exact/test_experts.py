@@ -53,8 +53,7 @@ def test_the_kernel_has_the_bits_of_its_reference_in_tritons_interpreter():
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
+def without_context():
     yield
     reset_context()
 

@@ -50,11 +50,6 @@ def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make_experts(num_experts, hidden, width, device, dtype):
     gate_up = rand(num_experts, 2 * width, hidden, device=device) * hidden**-0.5
     down = rand(num_experts, hidden, width, device=device) * width**-0.5

@@ -14,7 +14,6 @@ from kernel_checks import (
     paged_caches,
     plain_attention,
     rand,
-    seeded,  # noqa: F401
     store_torch,
 )
 

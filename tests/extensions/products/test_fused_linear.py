@@ -44,11 +44,6 @@ def test_the_kernel_agrees_with_its_twins_in_tritons_interpreter():
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def half_normalised(rows, hidden, device, dtype):
     """x, x * the norm's weight, x's squares in several parts as linear_add leaves them, and the weight."""
     x, norm_weight = rand(rows, hidden, device=device, dtype=dtype) * 3, 1 + rand(hidden, device=device) / 4

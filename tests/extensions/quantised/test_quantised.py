@@ -65,11 +65,6 @@ def test_the_kernels_agree_with_their_twins_in_tritons_interpreter():
     assert_passes_in_the_interpreter(__file__)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def multiply_by_codes(x: torch.Tensor, weight: QuantisedWeight, bias=None) -> torch.Tensor:
     return grouped_codes.linear_codes(permute_k(x, weight.codes_per_byte), weight, bias)
 
