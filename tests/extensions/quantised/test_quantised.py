@@ -636,9 +636,13 @@ def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared
 @on_devices
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
-@pytest.mark.parametrize("rows", [1, 17, 64])
-def test_a_few_rows_in_8_bits_are_multiplied_by_our_own_kernel(device, dtype, rows, name, gated, monkeypatch):
+@pytest.mark.parametrize("rows, early", [(1, 1024), (1, 256), (17, 256), (64, 256)])
+def test_a_few_rows_in_8_bits_are_multiplied_by_our_own_kernel(
+    device, dtype, rows, early, name, gated, monkeypatch
+):
     """Two programs share the inputs of each tile, but where gates are applied."""
+    monkeypatch.setattr(grouped_fp8, "EARLY_INPUTS", early)
+    monkeypatch.setattr(grouped_fp8, "MAX_EARLY_ROWS", 32)
     if device == "cpu" and rows != 17:
         pytest.skip("takes long in the interpreter")
     if device == "cuda" and not gpu_supports(torch.device(device), 8, 9):

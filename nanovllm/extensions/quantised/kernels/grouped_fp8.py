@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.kernels.runtime import masked_load, num_multiprocessors, tl, triton
+from nanovllm.kernels.runtime import has_hopper_shared_memory, masked_load, num_multiprocessors, tl, triton
 
 # By the most assignments that an expert has on average. A prefill takes the last one, whatever its rows, so
 # that a start compiles one way only.
@@ -43,6 +43,9 @@ MAX_LINEAR_ROWS = 64
 # Programs that a multiprocessor gets, if inputs have to be shared. With scales of blocks each step waits for
 # its sums, so there are more.
 PROGRAMS, BLOCK_PROGRAMS = 1, 3
+# Inputs whose weights a program loads before it waits for the kernel that quantises its rows, up to so many
+# rows. With scales of blocks their sums would have to be scaled one by one.
+EARLY_INPUTS, MAX_EARLY_ROWS = 1024, 32
 
 
 def linear_fp8(
@@ -74,8 +77,17 @@ def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: Gr
     """x is quantised if it is not yet."""
     x = x if isinstance(x, QuantisedRows) else quantise(x, weight.group)
     inputs = x.codes, x.scales, weight.codes, weight.scales, len(x.codes)
-    constants = {"GROUP": weight.group, "TILE_ROWS": weight.tile[0]}
+    early = EARLY_INPUTS if can_load_early(weight, product) else 0
+    constants = {"GROUP": weight.group, "TILE_ROWS": weight.tile[0], "EARLY": early}
     product.launch(_grouped_fp8_kernel, weight, inputs, constants, **fewer_stages(x.codes.device))
+
+
+def can_load_early(weight: QuantisedWeight, product: GroupedProduct) -> bool:
+    """Experts are chosen by the kernels before. And it takes shared memory."""
+    tile = product.tile
+    is_long = weight.shape[1] // tile.SPLITS >= EARLY_INPUTS
+    is_known = product.sorted is None and has_hopper_shared_memory(product.out.device)
+    return is_long and is_known and not weight.group and tile.BLOCK_M <= MAX_EARLY_ROWS
 
 
 @triton.jit(do_not_specialize=["padded_rows", "tokens"])
@@ -89,14 +101,22 @@ def _grouped_fp8_kernel(
     tokens,
     GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
     SIZES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """
     The weight's rows are the rows: of these there are always enough, while an expert has few tokens in a
-    decode step.
+    decode step. The codes of the first EARLY inputs are loaded first and multiplied last.
     """
     OWN_FEATURES: tl.constexpr = SIZES.IN_FEATURES // SIZES.SPLITS  # of this program
+    first = tl.program_id(1) * OWN_FEATURES
+    early = first + tl.arange(0, max(EARLY, 1))
+    if EARLY > 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()  # which wait for all of this, and load their weights, too
+        row, is_row = rows_in_turn(tl.zeros([], tl.int64), tl.program_id(0) % SIZES.BLOCKS, SIZES)
+        early_codes = masked_load(codes + row[:, None] * SIZES.IN_FEATURES + early[None, :], is_row[:, None])
     tile = find_tile(operands, tokens, SIZES, OVERLAP)
     block, expert, assignment, is_real = tile
     if expert == SIZES.EXPERTS:
@@ -109,8 +129,9 @@ def _grouped_fp8_kernel(
     GROUPS: tl.constexpr = SIZES.IN_FEATURES // GROUP if GROUP > 0 else 1  # of a row
     its_scales = scales + row // TILE_ROWS * GROUPS
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
-    first = tl.program_id(1) * OWN_FEATURES
-    for start in range(first, first + OWN_FEATURES, SIZES.BLOCK_K):
+    if EARLY > 0:
+        early_x = masked_load(x + token[None, :] * SIZES.IN_FEATURES + early[:, None], is_real[None, :])
+    for start in range(first + EARLY, first + OWN_FEATURES, SIZES.BLOCK_K):
         present = start + column < SIZES.IN_FEATURES
         code_tile = masked_load(its_codes + start, is_row[:, None] & present[None, :])
         x_tile = masked_load(its_x + start, present[:, None] & is_real[None, :])
@@ -121,6 +142,8 @@ def _grouped_fp8_kernel(
             acc += tl.dot(code_tile, x_tile) * scale[:, None] * x_scale[None, :]
         else:
             acc = tl.dot(code_tile, x_tile, acc)
+    if EARLY > 0:
+        acc = tl.dot(early_codes, early_x, acc)
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
