@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nanovllm.extensions.products import onednn
 from nanovllm.extensions.products.kernels.fused_linear import MAX_FUSED_ROWS, can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
+from nanovllm.extensions.products.kernels.small_gemm import MAX_SMALL_ROWS, is_small, small_gemm
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
 
@@ -17,14 +18,15 @@ from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
 @dataclass
 class Gemv(Product):
     """
-    In decode steps, for a row or two. `multiply` takes (x, bias, norm_weight, eps, residual, silu_and_mul) as
-    `gemv`.
+    In decode steps, for up to `max_rows` rows. `multiply` takes (x, bias, norm_weight, eps, residual,
+    silu_and_mul) as `gemv`.
     """
 
     multiply: Callable[..., Tensor]
+    max_rows: int = MAX_ROWS
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return not is_prefill and 0 < rows <= MAX_ROWS
+        return not is_prefill and 0 < rows <= self.max_rows
 
     def linear(self, x: Any, bias: Tensor | None, gated: bool = False) -> Tensor:
         return self.multiply(activated(x), bias=bias, silu_and_mul=gated)
@@ -57,6 +59,7 @@ class FusedGemm(Product):
     def __init__(self, dense: DenseWeight):
         self.weight = dense.weight
         self.linear = dense.linear
+        self.small_rows = MAX_SMALL_ROWS if is_small(dense.weight) else 0
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
         return not is_prefill and rows <= MAX_FUSED_ROWS
@@ -64,13 +67,16 @@ class FusedGemm(Product):
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
         squares = getattr(stream, "sum_of_squares", None)
         x = stream.normalised() if squares is None else stream.scaled
-        return fused_linear(x, self.weight, bias, squares, stream.norm.eps, gated)[0]
+        return self.multiply(x, bias, squares, stream.norm.eps, gated)[0]
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        total, *split = fused_linear(
-            activated(x), self.weight, bias, residual=stream.residual(), next_norm_weight=next_norm.weight
-        )
+        options = dict(residual=stream.residual(), next_norm_weight=next_norm.weight)
+        total, *split = self.multiply(activated(x), bias, **options)
         return SplitNorm(total, next_norm, None, *split)
+
+    def multiply(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        multiply = small_gemm if len(x) <= self.small_rows else fused_linear
+        return multiply(x, self.weight, *args, **options)
 
 
 class FoldingWeight(DenseWeight):
@@ -87,7 +93,7 @@ class FoldingWeight(DenseWeight):
     def products(self, layer: LinearBase) -> list[Product]:
         if not can_use_gemv(self.weight):
             return []
-        found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
+        multiply = functools.partial(gemv, weight=self.weight)
         if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
-            found.append(FusedGemm(self))
-        return found
+            return [Gemv(multiply, max_rows=1 if is_small(self.weight) else MAX_ROWS), FusedGemm(self)]
+        return [Gemv(multiply)]

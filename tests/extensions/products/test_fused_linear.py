@@ -3,6 +3,7 @@
 As in test_kernels.py, the Triton kernel runs through Triton's interpreter in a child process, and on a GPU.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from extension_kernels import fused_linear_torch
 from kernel_checks import error, rand, tolerance
 
 from nanovllm.extensions.products.kernels import fused_linear
+from nanovllm.extensions.products.kernels.small_gemm import MAX_SMALL_ROWS, small_gemm
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.kernels.runtime import HAVE_TRITON, INTERPRETED
 
@@ -66,12 +68,17 @@ def linear_add(x, weight, bias, residual, norm_weight):
     return fused_linear.fused_linear(x, weight, bias, residual=residual, next_norm_weight=norm_weight)
 
 
+def kernels_for(rows):
+    return [fused_linear.fused_linear, small_gemm][: 1 + (rows <= MAX_SMALL_ROWS)]
+
+
 def check_norm_linear(rows, hidden, width, device, dtype):
     x, scaled, squares, norm_weight = half_normalised(rows, hidden, device, dtype)
     for gated in (False, True):
         weight = (rand(width * (1 + gated), hidden, device=device) * hidden**-0.5).to(dtype)
-        for bias in (None, rand(len(weight), device=device, dtype=dtype)):
-            got = fused_linear.fused_linear(scaled, weight, bias, squares, EPS, gated)[0]
+        biases = None, rand(len(weight), device=device, dtype=dtype)
+        for bias, multiply in itertools.product(biases, kernels_for(rows)):
+            got = multiply(scaled, weight, bias, squares, EPS, gated)[0]
             expected = plain_norm_linear(x, norm_weight, weight, bias, gated)
             assert got.shape == (rows, width) and got.dtype == dtype
             assert error(got, expected) < tolerance(dtype)
@@ -86,8 +93,10 @@ def check_linear_add(rows, in_features, hidden, device, dtype):
     residual, norm_weight = (
         rand(*shape, device=device, dtype=dtype) for shape in ((rows, hidden), (hidden,))
     )
-    for bias in (None, rand(hidden, device=device, dtype=dtype)):
-        total, scaled, squares = linear_add(x, weight, bias, residual, norm_weight)
+    biases = None, rand(hidden, device=device, dtype=dtype)
+    for bias, multiply in itertools.product(biases, kernels_for(rows)):
+        names = dict(residual=residual, next_norm_weight=norm_weight)
+        total, scaled, squares = multiply(x, weight, bias, **names)
         expected = x.double() @ weight.double().T + residual.double()
         if bias is not None:
             expected = expected + bias.double()
@@ -106,12 +115,12 @@ SHAPES = [(64, 48), (72, 40), (600, 136)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, in_features, width):
     monkeypatch.setattr(fused_linear, "fused_linear", fused_linear_torch)
-    check_norm_linear(7, in_features, width, "cpu", dtype)
-    check_linear_add(7, in_features, width, "cpu", dtype)
+    check_norm_linear(9, in_features, width, "cpu", dtype)
+    check_linear_add(9, in_features, width, "cpu", dtype)
 
 
 def row_counts(device):
-    return [1, 7, 64, 65, 128, 200, 256] if device == "cuda" else [1, 70]
+    return [1, 3, 8, 64, 65, 128, 200, 256] if device == "cuda" else [3, 70]
 
 
 @on_devices
@@ -161,9 +170,11 @@ def test_no_rows_give_no_rows(device, dtype):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_captured_layer_gives_the_same_bits_every_time():
+@pytest.mark.parametrize("rows", [5, 100])
+def test_a_captured_layer_gives_the_same_bits_every_time(rows):
     """Kernels overlap at their ends: a missing wait would show as results that change."""
-    rows, hidden, dtype = 100, 1024, torch.bfloat16
+    hidden, dtype = 1024, torch.bfloat16
+    multiply = kernels_for(rows)[-1]
     weights = [
         (rand(out, into, device="cuda") * into**-0.5).to(dtype)
         for out, into in ((4096, hidden), (hidden, 4096), (6144, hidden), (hidden, 3072))
@@ -177,8 +188,10 @@ def test_a_captured_layer_gives_the_same_bits_every_time():
         total, scaled, squares = x, rms_norm_torch(x, norm_weight, EPS), None
         for _ in range(count):
             for into, out, gated in ((0, 1, False), (2, 3, True)):
-                wide = fused_linear.fused_linear(scaled, weights[into], None, squares, EPS, gated)[0]
-                total, scaled, squares = linear_add(wide, weights[out], None, total, norm_weight)
+                wide = multiply(scaled, weights[into], None, squares, EPS, gated)[0]
+                total, scaled, squares = multiply(
+                    wide, weights[out], None, residual=total, next_norm_weight=norm_weight
+                )
             torch.cuda.synchronize() if not torch.cuda.is_current_stream_capturing() else None
         return total
 

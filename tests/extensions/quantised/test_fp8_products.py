@@ -59,7 +59,8 @@ def products(monkeypatch) -> list[str]:
     monkeypatch.setattr(products_module, "can_use_fp8", lambda x, weight: True)
     monkeypatch.setattr(products_module, "linear_fp8", linear_fp8_torch)
     monkeypatch.setattr(products_module, "MAX_LINEAR_ROWS", 1)  # the rows of most tests are more
-    monkeypatch.setattr(dense_products, "fused_linear", fused_linear_torch)
+    for kernel in ("fused_linear", "small_gemm"):
+        monkeypatch.setattr(dense_products, kernel, fused_linear_torch)
     return found
 
 

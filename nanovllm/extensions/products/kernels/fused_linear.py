@@ -10,6 +10,8 @@ Measured on an H200 with Qwen3-0.6B's shape and 256 sequences (bench.py): 27,930
 products by the library and the norms, activations and additions by kernels of their own.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,12 +85,7 @@ def fused_linear(
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, silu_and_mul)
     blocks_m = cdiv(rows, block_m)
     blocks_n = cdiv(width, block_n)
-    out = empty_padded(rows, width, x)
-    scaled = new_squares = addition = None
-    if residual is not None:
-        scaled = empty_padded(rows, width, x)
-        new_squares = x.new_empty(rows, blocks_n, dtype=torch.float32)
-        addition = residual, next_norm_weight, scaled, new_squares
+    results, addition = new_results(x, width, blocks_n, residual, next_norm_weight)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
     programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
@@ -99,12 +96,24 @@ def fused_linear(
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor.from_tensor(weight.view(parts, width, in_features), [parts, block_n, block_k]),
-            weight, bias, squares, addition, out, eps, rows, in_features, width,
+            weight, bias, squares, addition, results[0], eps, rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
             NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
         )  # fmt: skip
-    return out, scaled, new_squares
+    return results
+
+
+def new_results(
+    x: Tensor, width: int, parts: int, residual: Tensor | None, next_norm_weight: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Any]:
+    """Memory for what `fused_linear` returns, with so many parts of squares, and the kernel's `addition`."""
+    out = empty_padded(len(x), width, x)
+    if residual is None:
+        return (out, None, None), None
+    scaled = empty_padded(len(x), width, x)
+    squares = x.new_empty(len(x), parts, dtype=torch.float32)
+    return (out, scaled, squares), (residual, next_norm_weight, scaled, squares)
 
 
 def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int, int]:
@@ -153,15 +162,13 @@ def _fused_linear_kernel(
     # What the result is combined with is asked for first: behind the loop each of these loads costs 1 us.
     place = row[:, None] * width + out_feature[None, :]
     if NUM_SQUARES > 0:
-        part = tl.arange(0, SQUARES_PAD)
-        is_part = real_row[:, None] & (part < NUM_SQUARES)[None, :]
-        its_squares = masked_load(squares + row[:, None] * NUM_SQUARES + part[None, :], is_part)
+        its_squares = load_squares(squares, row, real_row, NUM_SQUARES, SQUARES_PAD)
     if bias is not None:
         column = tl.arange(0, PARTS * BLOCK_N)
         biased = block_n * BLOCK_N + column % BLOCK_N
         added = masked_load(bias + column // BLOCK_N * width + biased, biased < width)
     if addition is not None:
-        residual, next_norm_weight, scaled, new_squares = addition
+        residual, next_norm_weight, _, _ = addition
         its_residual = masked_load(residual + place, valid)
         gain = masked_load(next_norm_weight + out_feature, real_feature)
 
@@ -180,10 +187,26 @@ def _fused_linear_kernel(
         acc = silu(gate) * up
     if addition is not None:
         acc += its_residual.to(tl.float32)
+    if addition is None:
+        tl.store(out + place, acc, mask=valid)
+    else:
+        blocks_n = tl.cdiv(width, BLOCK_N)
+        store_with_squares(acc, out, addition, place, valid, gain, row * blocks_n + block_n, real_row)
+
+
+@triton.jit
+def load_squares(squares, row, is_row, NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr):
+    part = tl.arange(0, SQUARES_PAD)
+    is_part = is_row[:, None] & (part < NUM_SQUARES)[None, :]
+    return masked_load(squares + row[:, None] * NUM_SQUARES + part[None, :], is_part)
+
+
+@triton.jit
+def store_with_squares(acc, out, addition, place, valid, gain, square, is_row):
+    """The sums, and for the next norm: the sums times `gain`, and of each row the sum of their squares."""
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=valid)
-    if addition is not None:
-        wide = result.to(tl.float32)
-        tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
-        blocks_n = tl.cdiv(width, BLOCK_N)
-        tl.store(new_squares + row * blocks_n + block_n, tl.sum(wide * wide, axis=1), mask=real_row)
+    _, _, scaled, squares = addition
+    wide = result.to(tl.float32)
+    tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
+    tl.store(squares + square, tl.sum(wide * wide, axis=1), mask=is_row)

@@ -76,10 +76,7 @@ def _gemv_kernel(
 ):  # fmt: skip
     """A program takes HEIGHT rows of the weight (gates and ups in turn if GATED), WIDTH columns at a time."""
     first = tl.program_id(0) * HEIGHT
-    out_feature = first + tl.arange(0, HEIGHT)
-    weight_row = out_feature
-    if GATED:
-        weight_row = (out_feature % 2) * (out_features // 2) + out_feature // 2
+    out_feature, weight_row = rows_of_weight(first, out_features, HEIGHT, GATED)
     # Three dimensions throughout, [rows of x, rows of the weight, columns], so that no layout ever changes.
     column = tl.arange(0, WIDTH)[None, None, :]
     row = tl.arange(0, ROWS)
@@ -123,3 +120,13 @@ def _gemv_kernel(
     if residual is not None:
         acc += masked_load(residual + place, valid)
     tl.store(out + place, acc, mask=valid)
+
+
+@triton.jit
+def rows_of_weight(first, out_features, HEIGHT: tl.constexpr, GATED: tl.constexpr):
+    """HEIGHT outputs from `first` on, and the weight's rows for them: if GATED, gates and ups in turn."""
+    out_feature = first + tl.arange(0, HEIGHT)
+    weight_row = out_feature
+    if GATED:
+        weight_row = (out_feature % 2) * (out_features // 2) + out_feature // 2
+    return out_feature, weight_row

@@ -1,0 +1,129 @@
+"""`fused_linear` for up to MAX_SMALL_ROWS rows and small weights.
+
+Such a product takes as long as it takes to get the first bytes, multiply them and store the result. So a
+program has few rows of the weight and loads all of them before it waits for the kernel that computes its
+input; each of its warps multiplies a part of the inputs.
+"""
+
+from torch import Tensor
+
+from nanovllm.extensions.products.kernels.fused_linear import load_squares, new_results, store_with_squares
+from nanovllm.extensions.products.kernels.gemv import rows_of_weight
+from nanovllm.kernels.activation import silu
+from nanovllm.kernels.runtime import (
+    MIN_DOT_SIZE,
+    cdiv,
+    masked_load,
+    next_power_of_2,
+    num_multiprocessors,
+    overlap_options,
+    tl,
+    triton,
+)
+
+MAX_SMALL_ROWS = 8  # the fewest columns that the matrix unit computes
+HEIGHT = 16  # rows of the weight that a program has: the fewest that the matrix unit takes
+MAX_INPUTS = 6144  # of which HEIGHT rows and those of x fit into shared memory
+
+
+def is_small(weight: Tensor) -> bool:
+    """Whether `small_gemm` can multiply by this weight."""
+    return weight.shape[1] <= MAX_INPUTS
+
+
+def small_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    silu_and_mul: bool = False,
+    residual: Tensor | None = None,
+    next_norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `fused_linear`."""
+    rows, in_features = x.shape
+    out_features = len(weight)
+    programs = cdiv(out_features, HEIGHT)
+    results, addition = new_results(
+        x, out_features // (1 + silu_and_mul), programs, residual, next_norm_weight
+    )
+    # Inputs are multiplied by so many warps, so many by each of them at a time. Few programs have a
+    # multiprocessor each, and are as fast as their warps together; many share them.
+    num_warps, width = (2, 256) if programs > num_multiprocessors(x.device) else (4, 128)
+    width = min(width, max(MIN_DOT_SIZE, next_power_of_2(in_features) // num_warps))
+    num_squares = 0 if squares is None else squares.shape[1]
+    _small_gemm_kernel[(programs,)](
+        x, weight, bias, squares, addition, results[0], eps, x.stride(0), rows, out_features,
+        IN_FEATURES=in_features, ROWS=MAX_SMALL_ROWS, HEIGHT=HEIGHT, PARTS=num_warps, WIDTH=width,
+        GATED=silu_and_mul, NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
+        num_warps=num_warps, **overlap_options(x.device),
+    )  # fmt: skip
+    return results
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _small_gemm_kernel(
+    x, weight, bias, squares, addition, out, eps, x_stride, rows, out_features,
+    IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, GATED: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """
+    A program takes HEIGHT rows of the weight, and each of its PARTS warps WIDTH columns at a time. An
+    `addition` is (residual, next_norm_weight, scaled, new_squares).
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # which load their weights, too
+    first = tl.program_id(0) * HEIGHT
+    out_feature, weight_row = rows_of_weight(first, out_features, HEIGHT, GATED)
+    is_real = out_feature < out_features
+    column = tl.arange(0, PARTS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    its_weight = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
+    tiles = ()
+    for start in tl.static_range(0, IN_FEATURES, PARTS * WIDTH):
+        is_there = is_real[None, :, None] & (start + column < IN_FEATURES)
+        tiles += (masked_load(its_weight + start, is_there),)
+    if bias is not None:
+        added = masked_load(bias + weight_row, is_real)
+    if addition is not None:
+        residual, next_norm_weight, _, _ = addition
+        gain = masked_load(next_norm_weight + out_feature, is_real)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    is_row = row < rows
+    if NUM_SQUARES > 0:
+        its_squares = load_squares(squares, row, is_row, NUM_SQUARES, SQUARES_PAD)
+    if addition is not None:
+        place = row[:, None] * out_features + out_feature[None, :]
+        its_residual = masked_load(residual + place, is_row[:, None] & is_real[None, :])
+    its_x = x + row[None, :, None] * x_stride + column
+    x_tiles = ()
+    for start in tl.static_range(0, IN_FEATURES, PARTS * WIDTH):
+        x_tiles += (masked_load(its_x + start, is_row[None, :, None] & (start + column < IN_FEATURES)),)
+    acc = tl.zeros([PARTS, HEIGHT, ROWS], tl.float32)
+    for i in tl.static_range(len(tiles)):
+        acc = tl.dot(tiles[i], tl.permute(x_tiles[i], [0, 2, 1]), acc, input_precision="ieee")
+    acc = tl.trans(tl.sum(acc, axis=0))  # [ROWS, HEIGHT]
+
+    if NUM_SQUARES > 0:
+        acc *= tl.rsqrt(tl.sum(its_squares, axis=1) / IN_FEATURES + eps)[:, None]
+    if bias is not None:
+        acc += added.to(tl.float32)[None, :]
+    width = out_features
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [ROWS, HEIGHT // 2, 2]))
+        acc = silu(gate) * up
+        out_feature = first // 2 + tl.arange(0, HEIGHT // 2)
+        width = out_features // 2
+    if addition is not None:
+        acc += its_residual.to(tl.float32)
+    valid = is_row[:, None] & (out_feature < width)[None, :]
+    place = row[:, None] * width + out_feature[None, :]
+    if addition is None:
+        tl.store(out + place, acc, mask=valid)
+    else:
+        square = row * tl.num_programs(0) + tl.program_id(0)
+        store_with_squares(acc, out, addition, place, valid, gain, square, is_row)
