@@ -54,29 +54,29 @@ class SplitNorm(Stream):
 
 
 class FusedGemm(Product):
-    """In decode batches of small models, on one rank. A product alone is the weight's own."""
+    """
+    In decode batches of small models, on one rank. `multiply` is `fused_linear` or `small_gemm`; a product
+    alone is the weight's own.
+    """
 
-    def __init__(self, dense: DenseWeight):
-        self.weight = dense.weight
+    def __init__(self, dense: DenseWeight, multiply: Callable[..., tuple[Any, ...]], max_rows: int):
         self.linear = dense.linear
-        self.small_rows = MAX_SMALL_ROWS if is_small(dense.weight) else 0
+        self.multiply = functools.partial(multiply, weight=dense.weight)
+        self.max_rows = max_rows
 
     def accepts(self, rows: int, is_prefill: bool) -> bool:
-        return not is_prefill and rows <= MAX_FUSED_ROWS
+        return not is_prefill and rows <= self.max_rows
 
     def norm_linear(self, stream: Stream, bias: Tensor | None, gated: bool = False) -> Tensor:
         squares = getattr(stream, "sum_of_squares", None)
         x = stream.normalised() if squares is None else stream.scaled
-        return self.multiply(x, bias, squares, stream.norm.eps, gated)[0]
+        return self.multiply(x, bias=bias, squares=squares, eps=stream.norm.eps, silu_and_mul=gated)[0]
 
     def linear_add(self, stream: Stream, x: Any, bias: Tensor | None, next_norm: RMSNorm) -> Stream:
-        options = dict(residual=stream.residual(), next_norm_weight=next_norm.weight)
-        total, *split = self.multiply(activated(x), bias, **options)
+        total, *split = self.multiply(
+            activated(x), bias=bias, residual=stream.residual(), next_norm_weight=next_norm.weight
+        )
         return SplitNorm(total, next_norm, None, *split)
-
-    def multiply(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        multiply = small_gemm if len(x) <= self.small_rows else fused_linear
-        return multiply(x, self.weight, *args, **options)
 
 
 class FoldingWeight(DenseWeight):
@@ -93,7 +93,10 @@ class FoldingWeight(DenseWeight):
     def products(self, layer: LinearBase) -> list[Product]:
         if not can_use_gemv(self.weight):
             return []
-        multiply = functools.partial(gemv, weight=self.weight)
+        found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
         if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
-            return [Gemv(multiply, max_rows=1 if is_small(self.weight) else MAX_ROWS), FusedGemm(self)]
-        return [Gemv(multiply)]
+            if is_small(self.weight):
+                found[0].max_rows = 1
+                found.append(FusedGemm(self, small_gemm, MAX_SMALL_ROWS))
+            found.append(FusedGemm(self, fused_linear, MAX_FUSED_ROWS))
+        return found

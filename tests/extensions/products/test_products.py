@@ -42,7 +42,7 @@ def listed(*args, **options) -> list[type]:
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
 def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
-    everything = [Gemv, FusedGemm, FoldingWeight]
+    everything = [Gemv, FusedGemm, FusedGemm, FoldingWeight]
     assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
     assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
     for others in (
@@ -61,7 +61,7 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
 @pytest.mark.usefixtures("hopper")
 def test_few_rows_that_nothing_folds_are_multiplied_by_the_exact_product(monkeypatch):
     monkeypatch.setitem(globals(), "FoldingWeight", dense_weight(False, FoldingWeight))
-    assert listed(ColumnParallelLinear)[:-1] == [Gemv, FusedGemm, FewRows]
+    assert listed(ColumnParallelLinear)[:-1] == [Gemv, FusedGemm, FusedGemm, FewRows]
     wide = make(ColumnParallelLinear, (4096, 12288))
     assert [type(product) for product in wide.products] == [Gemv, FewRows]
     *_, few = wide.products
@@ -100,18 +100,16 @@ def test_on_a_cpu_there_is_the_library_alone():
 def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first():
     layer = make(ColumnParallelLinear)
 
-    def given(rows: int, is_prefill: bool) -> type:
+    def given(rows: int, is_prefill: bool, layer: LinearBase = layer) -> str:
         set_context(is_prefill)
         try:
-            return type(layer.product(rows))
+            product = layer.product(rows)
         finally:
             reset_context()
+        return product.multiply.func.__name__ if isinstance(product, (Gemv, FusedGemm)) else "library"
 
-    assert [given(rows, False) for rows in (1, 2, 3, 256, 257)] == [
-        Gemv,
-        Gemv,
-        FusedGemm,
-        FusedGemm,
-        FoldingWeight,
-    ]
-    assert {given(rows, True) for rows in (1, 3, 257)} == {FoldingWeight}
+    few = ["gemv", "small_gemm", "small_gemm", "fused_linear", "fused_linear", "library"]
+    assert [given(rows, False) for rows in (1, 2, 8, 9, 256, 257)] == few
+    assert {given(rows, True) for rows in (1, 3, 257)} == {"library"}
+    long = make(RowParallelLinear, (6152, 512))
+    assert [given(rows, False, long) for rows in (2, 3)] == ["gemv", "fused_linear"]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from extension_kernels import fused_linear_torch, gemv_torch, linear_fp8_torch
 
-from nanovllm.extensions.products import products as dense_products
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.extensions.quantised import products as products_module
 from nanovllm.extensions.quantised.formats import read_scheme
@@ -59,8 +58,6 @@ def products(monkeypatch) -> list[str]:
     monkeypatch.setattr(products_module, "can_use_fp8", lambda x, weight: True)
     monkeypatch.setattr(products_module, "linear_fp8", linear_fp8_torch)
     monkeypatch.setattr(products_module, "MAX_LINEAR_ROWS", 1)  # the rows of most tests are more
-    for kernel in ("fused_linear", "small_gemm"):
-        monkeypatch.setattr(dense_products, kernel, fused_linear_torch)
     return found
 
 
@@ -146,7 +143,7 @@ def make_product(layer: LinearBase, kind: str) -> None:
             layer.products = [
                 Gemv(functools.partial(gemv_torch, weight=layer.matrix.weight))
                 if kind == "gemv"
-                else FusedGemm(layer.matrix)
+                else FusedGemm(layer.matrix, fused_linear_torch, 256)
             ]
 
 

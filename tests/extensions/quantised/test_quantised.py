@@ -28,7 +28,7 @@ from nanovllm.extensions.quantised.kernels import (
 )
 from nanovllm.extensions.quantised.kernels.fp8_linear import QuantisedRows, Unscaled
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
-from nanovllm.extensions.quantised.kernels.grouped_gemm import Tile
+from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile
 from nanovllm.extensions.quantised.kernels.permute_k import permute_k
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4_TABLE,
@@ -662,6 +662,20 @@ def test_a_few_rows_in_8_bits_are_multiplied_by_our_own_kernel(
         y = grouped_fp8.linear_fp8(quantised, weight, bias, gated)
         assert y.dtype == dtype and error(y, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert not arrival_counters(x.device).any()
+
+
+def test_codes_are_loaded_early_where_it_is_known_which_are_needed(monkeypatch):
+    def can_load_early(rows=8, name="fp8, a scale a row", in_features=1024, experts=None):
+        weight = make_weight(name, (256, in_features), "cpu")
+        tile = next(tile for most, tile in grouped_fp8.LINEAR_TILES.items() if rows <= most)
+        out = torch.empty(rows, 256, dtype=torch.bfloat16)
+        return grouped_fp8.can_load_early(weight, GroupedProduct(None, experts, out, tile))
+
+    assert can_load_early() and can_load_early(rows=32)
+    assert not can_load_early(rows=33) and not can_load_early(name="fp8, blocks")
+    assert not can_load_early(in_features=512) and not can_load_early(experts=(None, None, 1))
+    monkeypatch.setattr(grouped_fp8, "has_hopper_shared_memory", lambda device: False)
+    assert not can_load_early()
 
 
 @pytest.mark.gpu
