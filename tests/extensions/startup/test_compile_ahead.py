@@ -132,7 +132,8 @@ def test_all_kernels_are_compiled_each_by_one_process(folder):
     names = {line.split()[0] for line in first | second}
     assert names >= {
         "_rms_norm_kernel", "_qk_norm_rope_store_kernel", "_prefill_kernel", "_activate_and_mul_kernel",
-        "_decode_inputs_kernel", "_decode_kernel", "_gemv_kernel", "_small_gemm_kernel", "_fused_linear_kernel",
+        "_decode_inputs_kernel", "_decode_kernel",
+        "_gemv_kernel", "_small_gemm_kernel", "_fused_linear_kernel",
         "_sample_kernel", "_threshold_kernel", "_rules_kernel", "_token_flags_kernel",
         "_copy_kernel", "_shared_prefix_kernel", "_mask_kernel", "_logprobs_kernel",
     }  # fmt: skip
