@@ -16,7 +16,7 @@ Three kernels remove it:
 - `kernels/small_gemm.py`, the same for up to eight rows. A program's rows of the weight are so few that it
   can load all of them while the kernel before it still computes.
 
-`products.py` lists them for the core's layers. Neither changes what is computed, only where it is rounded. In
+`products.py` lists them for the core's layers. None changes what is computed, only where it is rounded. In
 larger models few rows are multiplied by the product of `extensions/exact`, which is faster there than the
 library. A prefill and large batches stay with the library, whose products are bound by arithmetic there.
 """

@@ -15,7 +15,6 @@ from nanovllm.kernels.runtime import (
     cdiv,
     masked_load,
     next_power_of_2,
-    num_multiprocessors,
     overlap_options,
     tl,
     triton,
@@ -23,6 +22,7 @@ from nanovllm.kernels.runtime import (
 
 MAX_SMALL_ROWS = 8  # the fewest columns that the matrix unit computes
 HEIGHT = 16  # rows of the weight that a program has: the fewest that the matrix unit takes
+SHORT = 1024  # inputs
 MAX_INPUTS = 6144  # of which HEIGHT rows and those of x fit into shared memory
 
 
@@ -48,9 +48,9 @@ def small_gemm(
     results, addition = new_results(
         x, out_features // (1 + silu_and_mul), programs, residual, next_norm_weight
     )
-    # Inputs are multiplied by so many warps, so many by each of them at a time. Few programs have a
-    # multiprocessor each, and are as fast as their warps together; many share them.
-    num_warps, width = (2, 256) if programs > num_multiprocessors(x.device) else (4, 128)
+    # Inputs are multiplied by so many warps, so many by each of them at a time. Programs with short rows are
+    # small and share a multiprocessor; long rows need more warps, as a program has one for itself.
+    num_warps, width = (2, 256) if in_features <= SHORT else (4, 128)
     width = min(width, max(MIN_DOT_SIZE, next_power_of_2(in_features) // num_warps))
     num_squares = 0 if squares is None else squares.shape[1]
     _small_gemm_kernel[(programs,)](
