@@ -1002,7 +1002,7 @@ MUTATIONS = [
         ("tl.trans(tl.sum(acc, axis=0))", "tl.trans(tl.max(acc, axis=0))"),
         ("row * tl.num_programs(0) + tl.program_id(0)", "row * tl.num_programs(0)"),
         ("is_row[None, :, None] & (start + column < IN_FEATURES)", "is_row[None, :, None]"),
-        ("out_feature = first // 2 + tl", "out_feature = first + tl"),
+        ("acc, out_feature = combine_pairs(acc, first)", "acc, _ = combine_pairs(acc, first)"),
     ),
     *mutations_of(
         "nanovllm/extensions/products/products",

@@ -10,8 +10,6 @@ Measured on an H200 with Qwen3-0.6B's shape and 256 sequences (bench.py): 27,930
 products by the library and the norms, activations and additions by kernels of their own.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -85,7 +83,7 @@ def fused_linear(
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, width, silu_and_mul)
     blocks_m = cdiv(rows, block_m)
     blocks_n = cdiv(width, block_n)
-    results, addition = new_results(x, width, blocks_n, residual, next_norm_weight)
+    out, scaled, new_squares = new_results(x, width, blocks_n, residual is not None)
     # Spare programs only wait. They keep the next kernel's programs, which arrive early, evenly spread.
     programs = max(blocks_m * blocks_n, runtime.num_multiprocessors(x.device))
     num_squares = 0 if squares is None else squares.shape[1]
@@ -96,24 +94,23 @@ def fused_linear(
         _fused_linear_kernel[(programs,)](
             TensorDescriptor(x, [x_rows, in_features], list(x.stride()), [block_m, block_k]),
             TensorDescriptor.from_tensor(weight.view(parts, width, in_features), [parts, block_n, block_k]),
-            weight, bias, squares, addition, results[0], eps, rows, in_features, width,
+            weight, bias, squares, residual, next_norm_weight, scaled, new_squares, out,
+            eps, rows, in_features, width,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=parts,
             NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
             num_warps=num_warps, num_stages=num_stages, **runtime.overlap_options(x.device),
         )  # fmt: skip
-    return results
+    return out, scaled, new_squares
 
 
 def new_results(
-    x: Tensor, width: int, parts: int, residual: Tensor | None, next_norm_weight: Tensor | None
-) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Any]:
-    """Memory for what `fused_linear` returns, with so many parts of squares, and the kernel's `addition`."""
+    x: Tensor, width: int, parts: int, is_added: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Memory for what `fused_linear` returns: the result, and where it is added to a residual the others."""
     out = empty_padded(len(x), width, x)
-    if residual is None:
-        return (out, None, None), None
-    scaled = empty_padded(len(x), width, x)
-    squares = x.new_empty(len(x), parts, dtype=torch.float32)
-    return (out, scaled, squares), (residual, next_norm_weight, scaled, squares)
+    if not is_added:
+        return out, None, None
+    return out, empty_padded(len(x), width, x), x.new_empty(len(x), parts, dtype=torch.float32)
 
 
 def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int, int]:
@@ -125,13 +122,13 @@ def _tile(rows: int, width: int, silu_and_mul: bool) -> tuple[int, int, int, int
 
 @triton.jit(do_not_specialize=["rows"])
 def _fused_linear_kernel(
-    x, weight, weight_start, bias, squares, addition, out, eps, rows, in_features, width,
+    x, weight, weight_start, bias, squares, residual, next_norm_weight, scaled, new_squares, out,
+    eps, rows, in_features, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """
-    A program computes BLOCK_M x BLOCK_N outputs; weight is [PARTS, width, in_features], gates then ups. An
-    `addition` is (residual, next_norm_weight, scaled, new_squares).
+    A program computes BLOCK_M x BLOCK_N outputs; weight is [PARTS, width, in_features], gates then ups.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -167,8 +164,7 @@ def _fused_linear_kernel(
         column = tl.arange(0, PARTS * BLOCK_N)
         biased = block_n * BLOCK_N + column % BLOCK_N
         added = masked_load(bias + column // BLOCK_N * width + biased, biased < width)
-    if addition is not None:
-        residual, next_norm_weight, _, _ = addition
+    if residual is not None:
         its_residual = masked_load(residual + place, valid)
         gain = masked_load(next_norm_weight + out_feature, real_feature)
 
@@ -185,13 +181,12 @@ def _fused_linear_kernel(
     if PARTS == 2:
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
         acc = silu(gate) * up
-    if addition is not None:
+    if residual is not None:
         acc += its_residual.to(tl.float32)
-    if addition is None:
-        tl.store(out + place, acc, mask=valid)
+        square = row * tl.cdiv(width, BLOCK_N) + block_n
+        store_with_squares(acc, gain, out, scaled, new_squares, place, valid, square, real_row)
     else:
-        blocks_n = tl.cdiv(width, BLOCK_N)
-        store_with_squares(acc, out, addition, place, valid, gain, row * blocks_n + block_n, real_row)
+        tl.store(out + place, acc, mask=valid)
 
 
 @triton.jit
@@ -202,11 +197,10 @@ def load_squares(squares, row, is_row, NUM_SQUARES: tl.constexpr, SQUARES_PAD: t
 
 
 @triton.jit
-def store_with_squares(acc, out, addition, place, valid, gain, square, is_row):
+def store_with_squares(acc, gain, out, scaled, squares, place, valid, square, is_row):
     """The sums, and for the next norm: the sums times `gain`, and of each row the sum of their squares."""
     result = acc.to(out.dtype.element_ty)
     tl.store(out + place, result, mask=valid)
-    _, _, scaled, squares = addition
     wide = result.to(tl.float32)
     tl.store(scaled + place, wide * gain.to(tl.float32)[None, :], mask=valid)
     tl.store(squares + square, tl.sum(wide * wide, axis=1), mask=is_row)

@@ -111,9 +111,7 @@ def _gemv_kernel(
     place = out_feature
     width = out_features
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, [ROWS, HEIGHT // 2, 2]))
-        acc = silu(gate) * up
-        place = first // 2 + tl.arange(0, HEIGHT // 2)
+        acc, place = combine_pairs(acc, first)
         width = out_features // 2
     valid = (place < width)[None, :]
     place = row[:, None] * width + place[None, :]
@@ -130,3 +128,11 @@ def rows_of_weight(first, out_features, HEIGHT: tl.constexpr, GATED: tl.constexp
     if GATED:
         weight_row = (out_feature % 2) * (out_features // 2) + out_feature // 2
     return out_feature, weight_row
+
+
+@triton.jit
+def combine_pairs(acc, first):
+    """silu(gate) * up of sums [rows, HEIGHT] in the order of `rows_of_weight`, and which outputs it has."""
+    HALF: tl.constexpr = acc.shape[1] // 2
+    gate, up = tl.split(tl.reshape(acc, [acc.shape[0], HALF, 2]))
+    return silu(gate) * up, first // 2 + tl.arange(0, HALF)

@@ -8,8 +8,7 @@ input; each of its warps multiplies a part of the inputs.
 from torch import Tensor
 
 from nanovllm.extensions.products.kernels.fused_linear import load_squares, new_results, store_with_squares
-from nanovllm.extensions.products.kernels.gemv import rows_of_weight
-from nanovllm.kernels.activation import silu
+from nanovllm.extensions.products.kernels.gemv import combine_pairs, rows_of_weight
 from nanovllm.kernels.runtime import (
     MIN_DOT_SIZE,
     cdiv,
@@ -22,7 +21,7 @@ from nanovllm.kernels.runtime import (
 
 MAX_SMALL_ROWS = 8  # the fewest columns that the matrix unit computes
 HEIGHT = 16  # rows of the weight that a program has: the fewest that the matrix unit takes
-SHORT = 1024  # inputs
+FEW_INPUTS = 1024
 MAX_INPUTS = 6144  # of which HEIGHT rows and those of x fit into shared memory
 
 
@@ -45,34 +44,32 @@ def small_gemm(
     rows, in_features = x.shape
     out_features = len(weight)
     programs = cdiv(out_features, HEIGHT)
-    results, addition = new_results(
-        x, out_features // (1 + silu_and_mul), programs, residual, next_norm_weight
-    )
+    outputs = out_features // (1 + silu_and_mul)
+    out, scaled, new_squares = new_results(x, outputs, programs, residual is not None)
     # Inputs are multiplied by so many warps, so many by each of them at a time. Programs with short rows are
     # small and share a multiprocessor; long rows need more warps, as a program has one for itself.
-    num_warps, width = (2, 256) if in_features <= SHORT else (4, 128)
+    num_warps, width = (2, 256) if in_features <= FEW_INPUTS else (4, 128)
     width = min(width, max(MIN_DOT_SIZE, next_power_of_2(in_features) // num_warps))
     num_squares = 0 if squares is None else squares.shape[1]
     _small_gemm_kernel[(programs,)](
-        x, weight, bias, squares, addition, results[0], eps, x.stride(0), rows, out_features,
+        x, weight, bias, squares, residual, next_norm_weight, scaled, new_squares, out,
+        eps, x.stride(0), rows, out_features,
         IN_FEATURES=in_features, ROWS=MAX_SMALL_ROWS, HEIGHT=HEIGHT, PARTS=num_warps, WIDTH=width,
         GATED=silu_and_mul, NUM_SQUARES=num_squares, SQUARES_PAD=next_power_of_2(num_squares),
         num_warps=num_warps, **overlap_options(x.device),
     )  # fmt: skip
-    return results
+    return out, scaled, new_squares
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _small_gemm_kernel(
-    x, weight, bias, squares, addition, out, eps, x_stride, rows, out_features,
+    x, weight, bias, squares, residual, next_norm_weight, scaled, new_squares, out,
+    eps, x_stride, rows, out_features,
     IN_FEATURES: tl.constexpr, ROWS: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, GATED: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """
-    A program takes HEIGHT rows of the weight, and each of its PARTS warps WIDTH columns at a time. An
-    `addition` is (residual, next_norm_weight, scaled, new_squares).
-    """
+    """A program takes HEIGHT rows of the weight, and each of its PARTS warps WIDTH columns at a time."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # which load their weights, too
     first = tl.program_id(0) * HEIGHT
@@ -86,8 +83,7 @@ def _small_gemm_kernel(
         tiles += (masked_load(its_weight + start, is_there),)
     if bias is not None:
         added = masked_load(bias + weight_row, is_real)
-    if addition is not None:
-        residual, next_norm_weight, _, _ = addition
+    if residual is not None:
         gain = masked_load(next_norm_weight + out_feature, is_real)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -96,7 +92,7 @@ def _small_gemm_kernel(
     is_row = row < rows
     if NUM_SQUARES > 0:
         its_squares = load_squares(squares, row, is_row, NUM_SQUARES, SQUARES_PAD)
-    if addition is not None:
+    if residual is not None:
         place = row[:, None] * out_features + out_feature[None, :]
         its_residual = masked_load(residual + place, is_row[:, None] & is_real[None, :])
     its_x = x + row[None, :, None] * x_stride + column
@@ -114,16 +110,13 @@ def _small_gemm_kernel(
         acc += added.to(tl.float32)[None, :]
     width = out_features
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, [ROWS, HEIGHT // 2, 2]))
-        acc = silu(gate) * up
-        out_feature = first // 2 + tl.arange(0, HEIGHT // 2)
+        acc, out_feature = combine_pairs(acc, first)
         width = out_features // 2
-    if addition is not None:
-        acc += its_residual.to(tl.float32)
     valid = is_row[:, None] & (out_feature < width)[None, :]
     place = row[:, None] * width + out_feature[None, :]
-    if addition is None:
-        tl.store(out + place, acc, mask=valid)
-    else:
+    if residual is not None:
+        acc += its_residual.to(tl.float32)
         square = row * tl.num_programs(0) + tl.program_id(0)
-        store_with_squares(acc, out, addition, place, valid, gain, square, is_row)
+        store_with_squares(acc, gain, out, scaled, new_squares, place, valid, square, is_row)
+    else:
+        tl.store(out + place, acc, mask=valid)

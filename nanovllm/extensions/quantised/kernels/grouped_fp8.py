@@ -83,7 +83,7 @@ def multiply_fp8(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: Gr
 
 
 def can_load_early(weight: QuantisedWeight, product: GroupedProduct) -> bool:
-    """Experts are chosen by the kernels before. And it takes shared memory."""
+    """Not of experts, which the kernels before choose, and not where there is little shared memory."""
     tile = product.tile
     is_long = weight.shape[1] // tile.SPLITS >= EARLY_INPUTS
     is_known = product.sorted is None and has_hopper_shared_memory(product.out.device)
@@ -111,8 +111,8 @@ def _grouped_fp8_kernel(
     """
     OWN_FEATURES: tl.constexpr = SIZES.IN_FEATURES // SIZES.SPLITS  # of this program
     first = tl.program_id(1) * OWN_FEATURES
-    early = first + tl.arange(0, max(EARLY, 1))
     if EARLY > 0:
+        early = first + tl.arange(0, EARLY)
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()  # which wait for all of this, and load their weights, too
         row, is_row = rows_in_turn(tl.zeros([], tl.int64), tl.program_id(0) % SIZES.BLOCKS, SIZES)
