@@ -106,4 +106,4 @@ def check(
     assert out.shape == q.shape and out.dtype == dtype
     for i, (k, v) in enumerate(sequences):
         expected = plain_attention(q[i : i + 1], k, v, rule) if lengths[i] else torch.zeros_like(q[:1])
-        assert error(out[i : i + 1], expected) < attention_tolerance(dtype, cache_dtype), i
+        assert error(out[i : i + 1], expected) < attention_tolerance(dtype, head_dim, cache_dtype), i

@@ -145,10 +145,12 @@ class Plain:
 PLAIN = Plain()
 
 
-def attention_tolerance(dtype, cache_dtype=None):
+def attention_tolerance(dtype, head_dim, cache_dtype=None):
     if dtype != torch.float32:
         return 1.5e-2 if cache_dtype in LAYOUTS else 8e-3
-    return 1e-3 if cache_dtype in LAYOUTS else 4e-6  # 8-bit caches are multiplied in float16
+    if cache_dtype in LAYOUTS:
+        return 1e-3  # they are multiplied in float16
+    return 2e-6 if head_dim <= 256 else 4e-6  # a score is a sum of so many float32 products
 
 
 def check_decode(
@@ -166,7 +168,7 @@ def check_decode(
     for i, (k, v) in enumerate(sequences):
         if lengths[i]:
             expected = plain_attention(q[i : i + 1], k, v, rule)
-            assert error(out[i : i + 1], expected) < attention_tolerance(dtype, cache_dtype)
+            assert error(out[i : i + 1], expected) < attention_tolerance(dtype, head_dim, cache_dtype)
         else:
             assert (out[i] == 0).all()
 
@@ -198,7 +200,7 @@ def check_prefill(
     for queries, got, (keys, values) in zip(q.split(lens_q), out.split(lens_q), sequences, strict=True):
         if len(queries):
             expected = plain_attention(queries, keys, values, rule)
-            assert error(got, expected) < attention_tolerance(dtype)
+            assert error(got, expected) < attention_tolerance(dtype, head_dim)
 
 
 ROPE_SHAPES = [

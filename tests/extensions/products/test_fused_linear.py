@@ -64,8 +64,8 @@ def plain_norm_linear(x, norm_weight, weight, bias, gated):
     return y
 
 
-def linear_add(x, weight, bias, residual, norm_weight):
-    return fused_linear.fused_linear(x, weight, bias, residual=residual, next_norm_weight=norm_weight)
+def linear_add(x, weight, bias, residual, norm_weight, multiply=fused_linear.fused_linear):
+    return multiply(x, weight, bias, residual=residual, next_norm_weight=norm_weight)
 
 
 def kernels_for(rows):
@@ -95,8 +95,7 @@ def check_linear_add(rows, in_features, hidden, device, dtype):
     )
     biases = None, rand(hidden, device=device, dtype=dtype)
     for bias, multiply in itertools.product(biases, kernels_for(rows)):
-        names = dict(residual=residual, next_norm_weight=norm_weight)
-        total, scaled, squares = multiply(x, weight, bias, **names)
+        total, scaled, squares = linear_add(x, weight, bias, residual, norm_weight, multiply)
         expected = x.double() @ weight.double().T + residual.double()
         if bias is not None:
             expected = expected + bias.double()
@@ -114,13 +113,13 @@ SHAPES = [(64, 48), (72, 40), (600, 136)]
 @pytest.mark.parametrize("in_features, width", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twins_do_plain_arithmetic(monkeypatch, dtype, in_features, width):
-    monkeypatch.setattr(fused_linear, "fused_linear", fused_linear_torch)
-    check_norm_linear(9, in_features, width, "cpu", dtype)
-    check_linear_add(9, in_features, width, "cpu", dtype)
+    monkeypatch.setitem(globals(), "kernels_for", lambda rows: [fused_linear_torch])
+    check_norm_linear(7, in_features, width, "cpu", dtype)
+    check_linear_add(7, in_features, width, "cpu", dtype)
 
 
 def row_counts(device):
-    return [1, 3, 8, 64, 65, 128, 200, 256] if device == "cuda" else [3, 70]
+    return [1, 7, 8, 64, 65, 128, 200, 256] if device == "cuda" else [1, 7, 70]
 
 
 @on_devices
@@ -189,9 +188,7 @@ def test_a_captured_layer_gives_the_same_bits_every_time(rows):
         for _ in range(count):
             for into, out, gated in ((0, 1, False), (2, 3, True)):
                 wide = multiply(scaled, weights[into], None, squares, EPS, gated)[0]
-                total, scaled, squares = multiply(
-                    wide, weights[out], None, residual=total, next_norm_weight=norm_weight
-                )
+                total, scaled, squares = linear_add(wide, weights[out], None, total, norm_weight, multiply)
             torch.cuda.synchronize() if not torch.cuda.is_current_stream_capturing() else None
         return total
 
