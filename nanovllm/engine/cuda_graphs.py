@@ -86,7 +86,7 @@ class CudaGraphs:
                     graph.capture_end()
         except torch.AcceleratorError as error:
             # A failed capture leaves torch's generator in the state of a capture, in which it cannot draw.
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator = torch.cuda.default_generators[self.device.index]
             generator.graphsafe_set_state(generator.clone_state())
             raise RuntimeError(
                 "a CUDA graph could not be captured. If another thread of the program waits for the whole "

@@ -1,0 +1,214 @@
+"""Which CUDA graphs are recorded before they are needed, and that steps do not notice."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import recorded_graphs
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extensions.startup import record_ahead
+from nanovllm.extensions.startup.record_ahead import RecordAhead
+from tiny_checkpoints import EXACT, make_checkpoint
+
+SIZES = [1, 2, 4, 8, 16]
+
+
+class Later:
+    """In place of a thread: runs when somebody waits for it."""
+
+    def __init__(self, target=None, args=()):
+        self.work, self.is_waiting = lambda: target(*args), False
+
+    def start(self):
+        self.is_waiting = True
+
+    def is_alive(self):
+        return self.is_waiting
+
+    def join(self):
+        self.is_waiting = False
+        self.work()
+
+
+class Runner:
+    """Its kinds of steps are recorded in turn."""
+
+    graphs, ranks, graph_sizes = object(), None, SIZES
+
+    def __init__(self):
+        self.decoded = {}
+        self.on_device = threading.Lock  # any context
+
+    def capture_cudagraph(self, kind):
+        self.decoded[kind] = None
+
+
+@pytest.fixture
+def observer(monkeypatch):
+    monkeypatch.setattr(record_ahead, "Thread", Later)
+    observer = RecordAhead()
+    observer.started(SimpleNamespace(model_runner=Runner()))
+    return observer
+
+
+def launch(observer, count, is_prefill=False, plan_key=False, wanted=0) -> list:
+    """A step of so many sequences, which records what is missing. -> the kinds there are."""
+    batch = SimpleNamespace(num_sequences=count, is_prefill=is_prefill, plan_key=plan_key, wanted=wanted)
+    observer.launching(SimpleNamespace(batch=batch))
+    runner = observer._engine.model_runner
+    kind = next(size for size in SIZES if size >= count), plan_key, wanted
+    if not is_prefill and kind not in runner.decoded:
+        runner.capture_cudagraph(kind)
+    return [*runner.decoded]
+
+
+def test_smaller_graphs_of_the_same_kind_are_recorded_one_at_a_time_largest_first(observer):
+    assert launch(observer, 7, plan_key=True, wanted=3) == [(8, True, 3)]
+    for size in (4, 2, 1):
+        before, thread = launch(observer, 7, plan_key=True, wanted=3), observer._thread
+        assert launch(observer, 6, plan_key=True, wanted=3) == before
+        assert observer._thread is thread and (size, True, 3) not in before  # it is still at it
+        observer.stop()
+        assert (size, True, 3) in observer._engine.model_runner.decoded
+    launch(observer, 5, plan_key=True, wanted=3)
+    assert not observer._thread.is_alive()  # nothing is missing
+
+
+def test_a_step_that_needs_a_missing_graph_waits_for_what_is_recorded(observer):
+    launch(observer, 16)
+    launch(observer, 16)
+    assert launch(observer, 8) == [(16, False, 0), (8, False, 0)]  # once
+    launch(observer, 8)
+    assert launch(observer, 1) == [(16, False, 0), (8, False, 0), (4, False, 0), (1, False, 0)]
+
+
+def test_a_prefill_waits_and_records_nothing(observer):
+    launch(observer, 16)
+    launch(observer, 16)
+    assert launch(observer, 16, is_prefill=True) == [(16, False, 0), (8, False, 0)]
+    assert not observer._thread.is_alive()
+
+
+@pytest.mark.parametrize("missing", [{"graphs": None}, {"ranks": object()}], ids=["eager", "ranks"])
+def test_nothing_is_recorded_ahead_without_graphs_or_for_several_ranks(observer, missing):
+    vars(observer._engine.model_runner).update(missing)
+    launch(observer, 16)
+    launch(observer, 16)
+    assert not observer._thread.is_alive()
+
+
+def test_after_an_error_steps_record_what_they_need(observer):
+    runner = observer._engine.model_runner
+    launch(observer, 16)
+
+    def fail(kind):
+        raise RuntimeError("no memory")
+
+    runner.capture_cudagraph = fail
+    launch(observer, 16)
+    observer.stop()
+    del runner.capture_cudagraph
+    launch(observer, 16)
+    assert not observer._thread.is_alive()
+    assert launch(observer, 8) == [(16, False, 0), (8, False, 0)]
+
+
+def make_prompts(count):
+    prompts = [[(i * j) % 250 for j in range(30)] for i in range(1, count + 1)]
+    params = [
+        SamplingParams(
+            temperature=0.8, seed=i, max_tokens=4 + i, ignore_eos=True, top_p=1 - 0.1 * (i % 3 == 0)
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def test_recorded_ahead_they_compute_the_same(tmp_path, monkeypatch):
+    """As on a GPU, but recorded on a CPU, and in memory that every other recording has overwritten."""
+    folder = str(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1))
+    prompts, params = make_prompts(11)
+    launching = RecordAhead.launching
+    monkeypatch.setattr(record_ahead, "Thread", Later)
+    found, needed = [], []
+    for is_ahead in (False, True):
+        options = EXACT | dict(max_num_batched_tokens=128, max_num_seqs=16, num_kvcache_blocks=100)
+        with monkeypatch.context() as patch, LLM(folder, **options) as llm:
+            recorded_graphs.install(llm, patch)
+            if is_ahead:
+                patch.setattr(RecordAhead, "launching", launching)
+            runner, forward = llm.model_runner, llm.model_runner.forward
+
+            def note(batch, runner=runner, forward=forward):
+                before = len(runner.decoded)
+                draw = forward(batch)
+                needed[-1] += len(runner.decoded) - before
+                return draw
+
+            patch.setattr(runner, "forward", note)
+            needed.append(0)
+            found.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+    assert needed[1] < needed[0]
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    return str(make_checkpoint(folder, "qwen3", vocab_size=257, max_position_embeddings=4096))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_there_when_they_are_needed_and_compute_the_same(on_gpu, monkeypatch):
+    prompts, _ = make_prompts(60)
+    params = [SamplingParams(temperature=0, max_tokens=20 + 5 * i, ignore_eos=True) for i in range(60)]
+    launching, found, by_threads = RecordAhead.launching, [], []
+    for is_ahead in (False, True):
+        monkeypatch.setattr(RecordAhead, "launching", launching if is_ahead else lambda *_: None)
+        with LLM(on_gpu, max_num_seqs=64, gpu_memory_utilization=0.2) as llm:
+            runner, capture = llm.model_runner, llm.model_runner.capture_cudagraph
+
+            def note(kind, capture=capture):
+                by_threads[-1] += threading.current_thread() is not threading.main_thread()
+                capture(kind)
+
+            runner.capture_cudagraph = note
+            by_threads.append(0)
+            found.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+    assert by_threads[0] == 0 and by_threads[1] >= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("end", ["exit", "error"])
+def test_on_a_gpu_an_engine_may_end_or_fail_while_a_graph_is_recorded(on_gpu, monkeypatch, end):
+    prompts, params = make_prompts(12)
+    with LLM(on_gpu, max_num_seqs=16, gpu_memory_utilization=0.2) as llm:
+        expected = [each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)]
+    with LLM(on_gpu, max_num_seqs=16, gpu_memory_utilization=0.2) as llm:
+        runner, is_recording = llm.model_runner, threading.Event()
+        decode_step = runner.decode_step
+
+        def slow(kind):
+            draw = decode_step(kind)
+            if threading.current_thread() is not threading.main_thread():
+                is_recording.set()
+                time.sleep(0.3)
+            return draw
+
+        runner.decode_step = slow
+        for request in zip(prompts, params, strict=True):
+            llm.add_request(*request)
+        while not is_recording.is_set():
+            llm.step()
+        if end == "exit":
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.scheduler, "postprocess", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.step()
+        llm.clear()
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [each["token_ids"] for each in found] == expected
