@@ -8,9 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.extensions.products import onednn
-from nanovllm.extensions.products.kernels.fused_linear import MAX_FUSED_ROWS, can_fuse, fused_linear
+from nanovllm.extensions.products.kernels.fused_linear import (
+    MAX_FEATURES,
+    MAX_FUSED_ROWS,
+    can_fuse,
+    fused_linear,
+)
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
-from nanovllm.extensions.products.kernels.small_gemm import MAX_SMALL_ROWS, is_small, small_gemm
+from nanovllm.extensions.products.kernels.small_gemm import (
+    FEW_OUTPUTS,
+    MAX_INPUTS,
+    MAX_SMALL_ROWS,
+    small_gemm,
+)
 from nanovllm.layers.layernorm import RMSNorm, Stream
 from nanovllm.layers.linear import DenseWeight, LinearBase, Product, activated
 
@@ -55,8 +65,8 @@ class SplitNorm(Stream):
 
 class FusedGemm(Product):
     """
-    In decode batches of small models, on one rank. `multiply` is `fused_linear` or `small_gemm`; a product
-    alone is the weight's own.
+    In decode batches of small models, on one rank, and of a router. `multiply` is `fused_linear` or
+    `small_gemm`; a product alone is the weight's own.
     """
 
     def __init__(self, dense: DenseWeight, multiply: Callable[..., tuple[Any, ...]], max_rows: int):
@@ -94,9 +104,12 @@ class FoldingWeight(DenseWeight):
         if not can_use_gemv(self.weight):
             return []
         found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
-        if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
-            if is_small(self.weight):
-                found[0].max_rows = 1
-                found.append(FusedGemm(self, small_gemm, MAX_SMALL_ROWS))
+        if not layer.hidden_size or layer.group.size > 1 or not can_fuse(self.weight):
+            return found
+        is_narrow = layer.hidden_size <= MAX_FEATURES
+        if self.weight.shape[1] <= MAX_INPUTS and (is_narrow or len(self.weight) <= FEW_OUTPUTS):
+            found.append(FusedGemm(self, small_gemm, MAX_SMALL_ROWS))
+        if is_narrow:
+            found[0].max_rows = MAX_ROWS if len(found) == 1 else 1
             found.append(FusedGemm(self, fused_linear, MAX_FUSED_ROWS))
         return found

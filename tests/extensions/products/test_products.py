@@ -44,7 +44,7 @@ def listed(*args, **options) -> list[type]:
 def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank():
     everything = [Gemv, FusedGemm, FusedGemm, FoldingWeight]
     assert listed(ColumnParallelLinear) == listed(RowParallelLinear) == everything
-    assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (4096, 512)) == everything
+    assert listed(ColumnParallelLinear, (512, 4096)) == listed(RowParallelLinear, (3072, 512)) == everything
     for others in (
         listed(ReplicatedLinear),
         listed(ColumnParallelLinear, num_ranks=2),
@@ -55,6 +55,16 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
     ):
         assert others == [Gemv, FoldingWeight]
     assert listed(ColumnParallelLinear, dtype=torch.float32) == [FoldingWeight]
+
+
+@pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
+@pytest.mark.usefixtures("hopper")
+def test_few_outputs_are_multiplied_by_the_product_for_few_rows_in_wide_models_too():
+    router = make(ColumnParallelLinear, (2048, 256))
+    assert [(type(each), each.max_rows) for each in router.products] == [(Gemv, 2), (FusedGemm, 8)]
+    assert listed(ColumnParallelLinear, (2048, 264)) == [Gemv, FoldingWeight]
+    assert listed(ColumnParallelLinear, (3080, 256)) == [Gemv, FoldingWeight]
+    assert listed(ColumnParallelLinear, (2048, 256), torch.float16) == [Gemv, FoldingWeight]
 
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
@@ -111,5 +121,5 @@ def test_a_prefill_is_the_librarys_and_a_decode_step_whose_product_comes_first()
     few = ["gemv", "small_gemm", "small_gemm", "fused_linear", "fused_linear", "library"]
     assert [given(rows, False) for rows in (1, 2, 8, 9, 256, 257)] == few
     assert {given(rows, True) for rows in (1, 3, 257)} == {"library"}
-    long = make(RowParallelLinear, (6152, 512))
+    long = make(RowParallelLinear, (3080, 512))
     assert [given(rows, False, long) for rows in (2, 3)] == ["gemv", "fused_linear"]
