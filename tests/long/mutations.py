@@ -1026,6 +1026,10 @@ MUTATIONS = [
         ("elif missing and not self._thread.is_alive():", "elif missing:"),
         ("            self._has_failed = True\n", "            pass\n"),
         (" or runner.ranks is not None", ""),
+        (" and not self._engine.config.extensions", ""),
+        ("self._engine.is_generating and not", "not"),
+        ("if not self._engine.in_flight:", "if False:"),
+        ("    cleared = stop\n", ""),
     ),
     *mutations_of(
         "nanovllm/layers/linear",

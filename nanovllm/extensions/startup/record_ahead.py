@@ -17,6 +17,9 @@ class RecordAhead(Observer):
     same kind otherwise. Steps that go through the model in Python wait for it, since layers and logits
     processors may keep something between two calls. If recording fails it stops: the step that needs the
     graph will say why.
+
+    Meanwhile nobody may wait for the whole device, which CUDA forbids then. So it is done in `generate` alone
+    and is over when that returns, and not where an engine has somebody's own parts.
     """
 
     watches = True
@@ -30,7 +33,8 @@ class RecordAhead(Observer):
 
     def launching(self, step: Any) -> None:
         runner, batch = self._engine.model_runner, step.batch
-        if runner.graphs is None or runner.ranks is not None or self._has_failed:
+        is_alone = self._engine.is_generating and not self._engine.config.extensions
+        if runner.graphs is None or runner.ranks is not None or self._has_failed or not is_alone:
             return
         needed = next(size for size in runner.graph_sizes if size >= batch.num_sequences)
         kinds = [(size, batch.plan_key, batch.wanted) for size in runner.graph_sizes if size <= needed]
@@ -48,7 +52,13 @@ class RecordAhead(Observer):
         except Exception:
             self._has_failed = True
 
+    def after_step(self, step: Any) -> None:
+        if not self._engine.in_flight:  # the last one
+            self.stop()
+
     def stop(self) -> None:
         """Wait until nothing is recorded."""
         if self._thread.is_alive():
             self._thread.join()
+
+    cleared = stop

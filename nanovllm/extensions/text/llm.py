@@ -58,6 +58,7 @@ class TextLLM(LLMEngine):
     # Begins or goes on with a call that uses the engine, see extensions/api. A call is identified by its dict
     # of queued requests, which is then in `_call`; None stands for `add_request` and `step`.
     _take_turn: Callable
+    is_generating = False  # and the program waits for it
     or_recommended: Callable  # the parameters of a call, or those that a checkpoint recommends for None
 
     def generate(
@@ -89,8 +90,12 @@ class TextLLM(LLMEngine):
         All of these are attributes, too. As attributes only it has prompt (the text), prompt_token_ids,
         request_id, finished and, for any n, outputs, which have an index and a cumulative_logprob besides.
         """
-        found = sorted(self.generate_iter(prompts, sampling_params, use_tqdm), key=itemgetter(0))
-        return [result for _, result in found]
+        results = self.generate_iter(prompts, sampling_params, use_tqdm)
+        self.is_generating = True
+        try:
+            return [result for _, result in sorted(results, key=itemgetter(0))]
+        finally:
+            self.is_generating = False
 
     def generate_iter(
         self,

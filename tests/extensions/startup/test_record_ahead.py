@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import recorded_graphs
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.startup import record_ahead
@@ -49,7 +50,8 @@ class Runner:
 def observer(monkeypatch):
     monkeypatch.setattr(record_ahead, "Thread", Later)
     observer = RecordAhead()
-    observer.started(SimpleNamespace(model_runner=Runner()))
+    facts = dict(is_generating=True, config=SimpleNamespace(extensions=None), in_flight=[])
+    observer.started(SimpleNamespace(model_runner=Runner(), **facts))
     return observer
 
 
@@ -91,9 +93,33 @@ def test_a_prefill_waits_and_records_nothing(observer):
     assert not observer._thread.is_alive()
 
 
-@pytest.mark.parametrize("missing", [{"graphs": None}, {"ranks": object()}], ids=["eager", "ranks"])
-def test_nothing_is_recorded_ahead_without_graphs_or_for_several_ranks(observer, missing):
-    vars(observer._engine.model_runner).update(missing)
+def test_nothing_is_recorded_any_more_when_a_call_ends(observer):
+    for end in (lambda: observer.after_step(None), observer.cleared, observer.stop):
+        observer._engine.model_runner.decoded.clear()
+        launch(observer, 16)
+        launch(observer, 16)
+        observer._engine.in_flight = [None]
+        observer.after_step(None)
+        assert observer._thread.is_alive()
+        observer._engine.in_flight = []
+        end()
+        assert not observer._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "part, facts",
+    [
+        ("model_runner", {"graphs": None}),
+        ("model_runner", {"ranks": object()}),
+        ("config", {"extensions": [object()]}),
+        (None, {"is_generating": False}),
+    ],
+    ids=["eager", "ranks", "extensions", "steps"],
+)
+def test_nothing_is_recorded_ahead_where_it_could_not_be_used_or_somebody_might_wait_for_the_device(
+    observer, part, facts
+):
+    vars(getattr(observer._engine, part) if part else observer._engine).update(facts)
     launch(observer, 16)
     launch(observer, 16)
     assert not observer._thread.is_alive()
@@ -177,6 +203,10 @@ def test_on_a_gpu_they_are_there_when_they_are_needed_and_compute_the_same(on_gp
             runner.capture_cudagraph = note
             by_threads.append(0)
             found.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
+            for count in (3, 6):
+                runner.decoded.clear()
+                llm.generate(prompts[: 10 * count], SamplingParams(max_tokens=count), use_tqdm=False)
+                torch.cuda.synchronize()  # nothing is recorded any more
     assert found[0] == found[1]
     assert by_threads[0] == 0 and by_threads[1] >= 4
 
@@ -198,7 +228,7 @@ def test_on_a_gpu_an_engine_may_end_or_fail_while_a_graph_is_recorded(on_gpu, mo
                 time.sleep(0.3)
             return draw
 
-        runner.decode_step = slow
+        runner.decode_step, llm.is_generating = slow, True
         for request in zip(prompts, params, strict=True):
             llm.add_request(*request)
         while not is_recording.is_set():
