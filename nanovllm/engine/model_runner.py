@@ -18,7 +18,7 @@ from nanovllm.checkpoints.folder import Checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, Step, capture_lock, get_graph_sizes
+from nanovllm.engine.cuda_graphs import RESERVED_BYTES, CudaGraphs, Step, get_graph_sizes
 from nanovllm.engine.interfaces import Parts, notify
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.memory import bytes_left, bytes_taken_by, largest_batch, most_positions
@@ -125,8 +125,8 @@ class ModelRunner:
     def reset(self) -> None:
         """After a step that failed: wait for what was enqueued, and forget what the slots hold."""
         if self.device.type == "cuda":
-            with capture_lock:  # CUDA forbids to wait for the device while a graph is captured
-                torch.cuda.synchronize()
+            # Not for the device, which CUDA forbids while another thread captures a graph.
+            torch.cuda.current_stream().synchronize()
         for part in (self.slots, *self.parts.logits_processors):
             part.reset()
         self.unsampled = None

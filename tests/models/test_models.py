@@ -422,7 +422,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
 def test_a_product_is_fused_only_if_the_copy_engine_can_read_its_rows(sizes):
     config = read_config(make_config(**sizes))
     matrices = [weight for weight in Qwen3ForCausalLM(config).model.layers.parameters() if weight.dim() == 2]
-    fused = [fused_linear.can_fuse(weight.bfloat16()) for weight in matrices]
+    fused = [fused_linear.can_fuse(config.hidden_size, weight.bfloat16()) for weight in matrices]
     assert fused == [weight.shape[1] % 8 == 0 for weight in matrices] and all(fused) == (not sizes)
 
 

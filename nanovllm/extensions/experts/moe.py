@@ -30,8 +30,6 @@ from nanovllm.models.qwen3 import Qwen3MLP
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import StoredTensor
 
-FEW_ROWS = 8
-
 
 class MixtureOfExperts(nn.Module):
     """
@@ -103,14 +101,14 @@ class Router(ReplicatedLinear):
         shards = {None: Shard((self.num_experts, hidden_size))}
         if config.has_shared_gate:
             shards["shared"] = Shard((1, hidden_size))
-        LinearBase.__init__(self, shards, config.is_joint, hidden_size)
+        LinearBase.__init__(self, shards, config.is_joint)
         self.routing = config.num_experts_per_tok, config.norm_topk_prob
 
     def forward(self, stream: Stream) -> Tensor:
         """[tokens, experts], and the gate."""
-        if stream.is_untouched or len(stream.x) <= FEW_ROWS:
+        if stream.is_untouched:
             return super().forward(stream)
-        # The norm is begun, so there is nothing to fold in, and for more rows the plain product is as fast.
+        # The norm is begun, so there is nothing to fold in: the plain product does.
         return self.matrix.norm_linear(stream, self.bias)
 
     def choose(self, logits: Tensor) -> Chosen:

@@ -8,17 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.extensions.products import onednn
-from nanovllm.extensions.products.kernels.fused_linear import (
-    MAX_FEATURES,
-    MAX_FUSED_ROWS,
-    can_fuse,
-    fused_linear,
-)
+from nanovllm.extensions.products.kernels.fused_linear import MAX_FUSED_ROWS, can_fuse, fused_linear
 from nanovllm.extensions.products.kernels.gemv import MAX_ROWS, can_use_gemv, gemv
 from nanovllm.extensions.products.kernels.small_gemm import (
-    FEW_OUTPUTS,
     MAX_INPUTS,
     MAX_SMALL_ROWS,
+    can_use_small_gemm,
     small_gemm,
 )
 from nanovllm.layers.layernorm import RMSNorm, Stream
@@ -65,8 +60,8 @@ class SplitNorm(Stream):
 
 class FusedGemm(Product):
     """
-    In decode batches of small models, on one rank, and of a router. `multiply` is `fused_linear` or
-    `small_gemm`; a product alone is the weight's own.
+    In decode batches of small models, on one rank. `multiply` is `fused_linear` or `small_gemm`; a product
+    alone is the weight's own.
     """
 
     def __init__(self, dense: DenseWeight, multiply: Callable[..., tuple[Any, ...]], max_rows: int):
@@ -94,6 +89,12 @@ class FoldingWeight(DenseWeight):
 
     make_gemv, library = Gemv, onednn  # quantised weights beside it are multiplied by these, too
 
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A router's product among others, which has nothing to fold in where its norm is begun."""
+        if can_use_small_gemm(x, self.weight):
+            return small_gemm(x, self.weight, bias)[0]
+        return super().multiply(x, bias)
+
     def finish(self) -> None:
         """The layout that the weight had is freed."""
         if (packed := onednn.pack(self.weight)) is not None:
@@ -104,12 +105,9 @@ class FoldingWeight(DenseWeight):
         if not can_use_gemv(self.weight):
             return []
         found: list[Product] = [Gemv(functools.partial(gemv, weight=self.weight))]
-        if not layer.hidden_size or layer.group.size > 1 or not can_fuse(self.weight):
-            return found
-        is_narrow = layer.hidden_size <= MAX_FEATURES
-        if self.weight.shape[1] <= MAX_INPUTS and (is_narrow or len(self.weight) <= FEW_OUTPUTS):
-            found.append(FusedGemm(self, small_gemm, MAX_SMALL_ROWS))
-        if is_narrow:
-            found[0].max_rows = MAX_ROWS if len(found) == 1 else 1
+        if layer.hidden_size and layer.group.size == 1 and can_fuse(layer.hidden_size, self.weight):
+            if self.weight.shape[1] <= MAX_INPUTS:
+                found[0].max_rows = 1
+                found.append(FusedGemm(self, small_gemm, MAX_SMALL_ROWS))
             found.append(FusedGemm(self, fused_linear, MAX_FUSED_ROWS))
         return found

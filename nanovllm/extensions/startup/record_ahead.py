@@ -5,7 +5,7 @@ one takes the host some 20 ms, in which the GPU would have nothing to do.
 """
 
 from collections.abc import Hashable
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from nanovllm.engine.interfaces import Observer
@@ -13,10 +13,10 @@ from nanovllm.engine.interfaces import Observer
 
 class RecordAhead(Observer):
     """
-    Beside decode steps on one GPU, records the largest missing graph for fewer sequences, for steps of the
-    same kind otherwise. Steps that go through the model in Python wait for it, since layers and logits
-    processors may keep something between two calls. If recording fails it stops: the step that needs the
-    graph will say why.
+    On one GPU, beside decode steps whose batch has begun to shrink, records the largest missing graph for
+    fewer sequences, for steps of the same kind otherwise. Steps that go through the model in Python wait for
+    it, since layers and logits processors may keep something between two calls. If recording fails it stops:
+    the step that needs the graph will say why.
 
     Meanwhile nobody may wait for the whole device, which CUDA forbids then. So it is done in `generate` alone
     and is over when that returns, and not where an engine has somebody's own parts.
@@ -25,40 +25,64 @@ class RecordAhead(Observer):
     watches = True
 
     def __init__(self) -> None:
-        self._thread = Thread()
-        self._has_failed = False
+        self._is_idle = Event()  # not `Thread.join`, after whose interruption a thread may pass for ended
+        self._is_idle.set()
+        self._has_failed = self._is_shrinking = False
+        self._num_sequences = 0  # of the last step, if it was a decode step
 
     def started(self, engine: Any) -> None:
         self._engine = engine
 
     def launching(self, step: Any) -> None:
         runner, batch = self._engine.model_runner, step.batch
+        count = 0 if batch.is_prefill else batch.num_sequences
+        self._is_shrinking |= 0 < count < self._num_sequences
+        self._num_sequences = count
+        is_able = runner.graphs is not None and runner.ranks is None and not self._has_failed
         is_alone = self._engine.is_generating and not self._engine.config.extensions
-        if runner.graphs is None or runner.ranks is not None or self._has_failed or not is_alone:
-            return
-        needed = next(size for size in runner.graph_sizes if size >= batch.num_sequences)
+        if not (is_able and is_alone and count):
+            return self.wait()
+        needed = next(size for size in runner.graph_sizes if size >= count)
         kinds = [(size, batch.plan_key, batch.wanted) for size in runner.graph_sizes if size <= needed]
-        missing = [kind for kind in kinds if kind not in runner.decoded]
-        if batch.is_prefill or kinds[-1] in missing:
-            self.stop()
-        elif missing and not self._thread.is_alive():
-            self._thread = Thread(target=self._record, args=(runner, missing[-1]))
-            self._thread.start()
+        if kinds[-1] not in runner.decoded:
+            self.wait()
+        elif self._is_shrinking and self._is_idle.is_set():
+            missing = [kind for kind in kinds if kind not in runner.decoded]
+            if missing:
+                self._begin(runner, missing[-1])
+
+    def _begin(self, runner: Any, kind: Hashable) -> None:
+        thread = Thread(target=self._record, args=(runner, kind))
+        try:
+            self._is_idle.clear()
+            thread.start()
+        except RuntimeError:  # there are too many threads
+            self._has_failed = True
+        finally:
+            if thread.ident is None:  # or Ctrl-C came first
+                self._is_idle.set()
 
     def _record(self, runner: Any, kind: Hashable) -> None:
+        if self._is_idle.is_set():
+            return
         try:
             with runner.on_device():
                 runner.capture_cudagraph(kind)
         except Exception:
             self._has_failed = True
+        finally:
+            self._is_idle.set()
 
     def after_step(self, step: Any) -> None:
         if not self._engine.in_flight:  # the last one
             self.stop()
 
     def stop(self) -> None:
-        """Wait until nothing is recorded."""
-        if self._thread.is_alive():
-            self._thread.join()
+        self.wait()
+        self._is_shrinking, self._num_sequences = False, 0
+
+    def wait(self) -> None:
+        """Until nothing is recorded."""
+        self._is_idle.wait()
 
     cleared = stop

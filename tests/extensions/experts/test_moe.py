@@ -13,7 +13,6 @@ from nanovllm.extensions.experts.moe import MixtureOfExperts
 from nanovllm.extensions.quantised import products
 from nanovllm.kernels.layernorm import rms_norm_torch
 from nanovllm.layers.layernorm import RMSNorm, Stream
-from nanovllm.layers.linear import Product
 from nanovllm.utils.loader import find_places
 from tiny_checkpoints import EXACT, edit_json, make_checkpoint
 
@@ -146,21 +145,3 @@ def test_a_format_that_experts_cannot_have_is_refused(tmp_path):
     message = "quantised weights of experts with inputs in an order of their own are not supported"
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), **EXACT | {"dtype": "bfloat16"})
-
-
-@pytest.mark.parametrize("rows, is_begun, listed", [(8, True, 1), (9, True, 0), (9, False, 1)])
-def test_a_router_whose_norm_is_begun_takes_the_listed_products_for_few_rows_alone(rows, is_begun, listed):
-    router = moe.Router(HIDDEN, ExpertsConfig(EXPERTS, TOP_K, WIDTH))
-    router.weight.data.normal_()
-    multiply, calls = router.matrix.multiply, []
-
-    class Listed(Product):
-        def multiply(self, x, bias=None):
-            calls.append(len(x))
-            return multiply(x, bias)
-
-    router.products = [Listed()]
-    x, norm = torch.randn(rows, HIDDEN), RMSNorm(HIDDEN)
-    logits = router(Stream(x, norm, norm(x) if is_begun else None))
-    torch.testing.assert_close(logits, multiply(norm(x)))
-    assert len(calls) == listed

@@ -8,6 +8,7 @@ import torch
 from nanovllm.distributed.group import Group, use_group
 from nanovllm.extensions.exact.kernels import product as exact_product
 from nanovllm.extensions.exact.products import ExactHead, FewRows, FewRowsHead, dense_weight, use_heads
+from nanovllm.extensions.products import products
 from nanovllm.extensions.products.products import FoldingWeight, FusedGemm, Gemv
 from nanovllm.kernels import runtime
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -59,12 +60,17 @@ def test_what_folds_a_residual_in_is_listed_only_beside_a_narrow_one_on_one_rank
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")
 @pytest.mark.usefixtures("hopper")
-def test_few_outputs_are_multiplied_by_the_product_for_few_rows_in_wide_models_too():
-    router = make(ColumnParallelLinear, (2048, 256))
-    assert [(type(each), each.max_rows) for each in router.products] == [(Gemv, 2), (FusedGemm, 8)]
-    assert listed(ColumnParallelLinear, (2048, 264)) == [Gemv, FoldingWeight]
-    assert listed(ColumnParallelLinear, (3080, 256)) == [Gemv, FoldingWeight]
-    assert listed(ColumnParallelLinear, (2048, 256), torch.float16) == [Gemv, FoldingWeight]
+def test_the_plain_product_of_few_rows_and_outputs_is_small_gemm(monkeypatch):
+    monkeypatch.setattr(products, "small_gemm", lambda x, weight, bias: ("small_gemm",))
+
+    def multiplied(rows=8, sizes=(3072, 256), dtype=torch.bfloat16) -> bool:
+        router = make(ReplicatedLinear, sizes, dtype)
+        return router.matrix.multiply(torch.empty(rows, sizes[0], dtype=dtype)) == "small_gemm"
+
+    assert multiplied() and multiplied(1)
+    others = [dict(rows=9), dict(rows=0), dict(sizes=(3080, 256)), dict(sizes=(3072, 257))]
+    others += [dict(sizes=(3068, 256)), dict(dtype=torch.float16), dict(dtype=torch.float32)]
+    assert not any(multiplied(**other) for other in others)
 
 
 @pytest.mark.skipif(not runtime.HAVE_TRITON, reason="needs Triton")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import recorded_graphs
 import torch
+from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extensions.startup import record_ahead
@@ -17,20 +18,24 @@ SIZES = [1, 2, 4, 8, 16]
 
 
 class Later:
-    """In place of a thread: runs when somebody waits for it."""
+    """In place of a thread: works when somebody waits for it."""
 
-    def __init__(self, target=None, args=()):
-        self.work, self.is_waiting = lambda: target(*args), False
+    pending: list = []
+    ident = None
+
+    def __init__(self, target, args):
+        self.work = lambda: target(*args)
 
     def start(self):
-        self.is_waiting = True
+        self.ident = 1
+        self.pending.append(self.work)
 
-    def is_alive(self):
-        return self.is_waiting
 
-    def join(self):
-        self.is_waiting = False
-        self.work()
+class Idle(threading.Event):
+    def wait(self, timeout=None):
+        while Later.pending:
+            Later.pending.pop()()
+        assert self.is_set()
 
 
 class Runner:
@@ -47,8 +52,14 @@ class Runner:
 
 
 @pytest.fixture
-def observer(monkeypatch):
+def later(monkeypatch):
+    monkeypatch.setattr(Later, "pending", [])
     monkeypatch.setattr(record_ahead, "Thread", Later)
+    monkeypatch.setattr(record_ahead, "Event", Idle)
+
+
+@pytest.fixture
+def observer(later):
     observer = RecordAhead()
     facts = dict(is_generating=True, config=SimpleNamespace(extensions=None), in_flight=[])
     observer.started(SimpleNamespace(model_runner=Runner(), **facts))
@@ -66,44 +77,61 @@ def launch(observer, count, is_prefill=False, plan_key=False, wanted=0) -> list:
     return [*runner.decoded]
 
 
+def begin(observer) -> list:
+    """Until 8 is being recorded, beside a step of 15 sequences."""
+    launch(observer, 16)
+    return launch(observer, 15)
+
+
 def test_smaller_graphs_of_the_same_kind_are_recorded_one_at_a_time_largest_first(observer):
-    assert launch(observer, 7, plan_key=True, wanted=3) == [(8, True, 3)]
+    assert launch(observer, 8, plan_key=True, wanted=3) == [(8, True, 3)]
     for size in (4, 2, 1):
-        before, thread = launch(observer, 7, plan_key=True, wanted=3), observer._thread
-        assert launch(observer, 6, plan_key=True, wanted=3) == before
-        assert observer._thread is thread and (size, True, 3) not in before  # it is still at it
-        observer.stop()
+        before = launch(observer, 7, plan_key=True, wanted=3)
+        assert launch(observer, 6, plan_key=True, wanted=3) == before and len(Later.pending) == 1
+        assert (size, True, 3) not in before
+        observer.wait()
         assert (size, True, 3) in observer._engine.model_runner.decoded
     launch(observer, 5, plan_key=True, wanted=3)
-    assert not observer._thread.is_alive()  # nothing is missing
+    assert not Later.pending  # nothing is missing
+
+
+def test_nothing_is_recorded_while_all_sequences_go_on_or_more_come(observer):
+    for count in (5, 8, 8, 16, 16):
+        launch(observer, count)
+    launch(observer, 3, is_prefill=True)
+    launch(observer, 16)
+    assert not Later.pending
+    launch(observer, 15)
+    assert Later.pending
+    observer.stop()
+    launch(observer, 14)  # of the next call
+    assert not Later.pending
 
 
 def test_a_step_that_needs_a_missing_graph_waits_for_what_is_recorded(observer):
-    launch(observer, 16)
-    launch(observer, 16)
+    begin(observer)
     assert launch(observer, 8) == [(16, False, 0), (8, False, 0)]  # once
-    launch(observer, 8)
+    launch(observer, 7)
     assert launch(observer, 1) == [(16, False, 0), (8, False, 0), (4, False, 0), (1, False, 0)]
 
 
 def test_a_prefill_waits_and_records_nothing(observer):
-    launch(observer, 16)
-    launch(observer, 16)
-    assert launch(observer, 16, is_prefill=True) == [(16, False, 0), (8, False, 0)]
-    assert not observer._thread.is_alive()
+    launch(observer, 1)
+    begin(observer)
+    assert launch(observer, 16, is_prefill=True)[1:] == [(16, False, 0), (8, False, 0)]
+    assert not Later.pending
 
 
 def test_nothing_is_recorded_any_more_when_a_call_ends(observer):
     for end in (lambda: observer.after_step(None), observer.cleared, observer.stop):
         observer._engine.model_runner.decoded.clear()
-        launch(observer, 16)
-        launch(observer, 16)
+        begin(observer)
         observer._engine.in_flight = [None]
         observer.after_step(None)
-        assert observer._thread.is_alive()
+        assert Later.pending
         observer._engine.in_flight = []
         end()
-        assert not observer._thread.is_alive()
+        assert not Later.pending
 
 
 @pytest.mark.parametrize(
@@ -119,26 +147,66 @@ def test_nothing_is_recorded_any_more_when_a_call_ends(observer):
 def test_nothing_is_recorded_ahead_where_it_could_not_be_used_or_somebody_might_wait_for_the_device(
     observer, part, facts
 ):
+    begin(observer)
     vars(getattr(observer._engine, part) if part else observer._engine).update(facts)
-    launch(observer, 16)
-    launch(observer, 16)
-    assert not observer._thread.is_alive()
+    assert (8, False, 0) in launch(observer, 14)  # waits for what has begun
+    launch(observer, 13)
+    assert not Later.pending
 
 
 def test_after_an_error_steps_record_what_they_need(observer):
     runner = observer._engine.model_runner
-    launch(observer, 16)
 
     def fail(kind):
         raise RuntimeError("no memory")
 
+    launch(observer, 16)
     runner.capture_cudagraph = fail
-    launch(observer, 16)
-    observer.stop()
+    launch(observer, 15)
+    observer.wait()
     del runner.capture_cudagraph
-    launch(observer, 16)
-    assert not observer._thread.is_alive()
+    launch(observer, 14)
+    assert not Later.pending
     assert launch(observer, 8) == [(16, False, 0), (8, False, 0)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+def test_where_no_thread_can_be_started_steps_record_what_they_need(observer, monkeypatch, error):
+    def start(self):
+        self.pending.append(self.work)  # may run all the same, later
+        raise error
+
+    monkeypatch.setattr(Later, "start", start)
+    try:
+        begin(observer)
+    except KeyboardInterrupt:
+        assert not isinstance(error, Exception)
+    observer.wait()
+    assert [*observer._engine.model_runner.decoded] == [(16, False, 0)]
+    assert observer._has_failed == isinstance(error, Exception)
+
+
+def test_an_engine_says_that_it_generates_only_until_the_call_ends_and_with_its_own_bar(tmp_path):
+    seen = []
+    with LLM(str(make_checkpoint(tmp_path)), **EXACT, num_kvcache_blocks=20) as llm:
+        llm.scheduler.schedule = note_before(llm.scheduler.schedule, lambda: seen.append(llm.is_generating))
+        params = SamplingParams(max_tokens=1)
+        llm.generate([[1]], params, use_tqdm=False)
+        llm.generate([[1]], params, use_tqdm=tqdm)
+        [*llm.generate_iter([[1]], params)]
+        assert seen[0] and not any(seen[1:]) and not llm.is_generating
+        llm.scheduler.schedule = note_before(llm.scheduler.schedule, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1]], params, use_tqdm=False)
+        assert not llm.is_generating
+
+
+def note_before(function, note):
+    def noted(*args):
+        note()
+        return function(*args)
+
+    return noted
 
 
 def make_prompts(count):
@@ -152,12 +220,12 @@ def make_prompts(count):
     return prompts, params
 
 
+@pytest.mark.usefixtures("later")
 def test_recorded_ahead_they_compute_the_same(tmp_path, monkeypatch):
     """As on a GPU, but recorded on a CPU, and in memory that every other recording has overwritten."""
     folder = str(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1))
     prompts, params = make_prompts(11)
     launching = RecordAhead.launching
-    monkeypatch.setattr(record_ahead, "Thread", Later)
     found, needed = [], []
     for is_ahead in (False, True):
         options = EXACT | dict(max_num_batched_tokens=128, max_num_seqs=16, num_kvcache_blocks=100)

@@ -29,7 +29,7 @@ if runtime.HAVE_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_FUSED_ROWS = 256
-MAX_FEATURES = 1024  # of a residual beside which products are faster so
+MAX_FEATURES = 1024
 # Rows, outputs and inputs of a tile, warps, pipeline stages; each for at most 64, 128 and 256 rows. What
 # counts is how many bytes are on their way: a program's stages fill a multiprocessor's shared memory, and the
 # tiles are such that there is about one program for each multiprocessor.
@@ -41,8 +41,8 @@ TILES = {
 WIDE = 2048
 
 
-def can_fuse(weight: Tensor) -> bool:
-    """Whether this weight, which `gemv` multiplies, can be multiplied so.
+def can_fuse(hidden_size: int, weight: Tensor) -> bool:
+    """Whether a product beside a residual of this width is faster so, of a weight that `gemv` multiplies.
 
     Not in float16, whose range a row of x * weight may leave before it is normalised. The copy engine must be
     able to read the rows of the weight, and of what is multiplied by it. GPUs with so much shared memory have
@@ -50,6 +50,7 @@ def can_fuse(weight: Tensor) -> bool:
     """
     return (
         weight.dtype == torch.bfloat16
+        and hidden_size <= MAX_FEATURES
         and weight.shape[1] % 8 == 0
         and runtime.has_hopper_shared_memory(weight.device)
     )

@@ -7,8 +7,13 @@ input; each of its warps multiplies a part of the inputs.
 
 from torch import Tensor
 
-from nanovllm.extensions.products.kernels.fused_linear import load_squares, new_results, store_with_squares
-from nanovllm.extensions.products.kernels.gemv import combine_pairs, rows_of_weight
+from nanovllm.extensions.products.kernels.fused_linear import (
+    can_fuse,
+    load_squares,
+    new_results,
+    store_with_squares,
+)
+from nanovllm.extensions.products.kernels.gemv import can_use_gemv, combine_pairs, rows_of_weight
 from nanovllm.kernels.runtime import (
     MIN_DOT_SIZE,
     cdiv,
@@ -24,6 +29,12 @@ HEIGHT = 16  # rows of the weight that a program has: the fewest that the matrix
 FEW_INPUTS = 1024
 FEW_OUTPUTS = 256  # which leave most of the GPU to do nothing, however many inputs there are
 MAX_INPUTS = 3072  # of more `gemv` multiplies two rows faster, and `fused_linear` eight as fast
+
+
+def can_use_small_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether these rows [rows, in] are multiplied fastest so, without anything folded in."""
+    is_small = 0 < len(x) <= MAX_SMALL_ROWS and len(weight) <= FEW_OUTPUTS and weight.shape[1] <= MAX_INPUTS
+    return is_small and can_use_gemv(weight) and can_fuse(0, weight)
 
 
 def small_gemm(
