@@ -44,7 +44,7 @@ if EXTENDED:
     from nanovllm.extensions.safety import admission, prompt_checks, recovery, sampling_checks, stats
     from nanovllm.extensions.safety.options import ExtendedConfig
     from nanovllm.extensions.safety.structured_checks import check_form
-    from nanovllm.extensions.startup import compile_ahead, graph_trial, memory, record_ahead
+    from nanovllm.extensions.startup import graph_trial, memory, record_ahead
     from nanovllm.extensions.structured.bitmask import BitmaskProcessor
     from nanovllm.extensions.structured.params import StructuredOutputsParams, check_structured_outputs
     from nanovllm.extensions.text import stop_texts
@@ -116,9 +116,8 @@ def assemble(config: Config) -> Parts:
         reports.ReportingRanks,
         peer_group.group_maker(config),
         observers=(
-            compile_ahead.CompileAhead(config, functools.partial(peer_group.stand_in, config)),
+            *record_ahead.observers(config, functools.partial(peer_group.stand_in, config)),
             memory.MemoryHint(config),
-            record_ahead.RecordAhead(),
             recovery.Recovery(admission_control),
             bitmask,
             stop_texts.StopTexts(),

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.engine.batch import StepOutput
 from nanovllm.extensions.logits.kernels import filtering, logit_edits
 from nanovllm.extensions.prefixes.kernels import shared_prefix
-from nanovllm.extensions.startup.record_ahead import RecordAhead
 from nanovllm.extensions.structured.kernels import token_masks
 from nanovllm.kernels import decode_inputs, kv_store, sampling
 from nanovllm.layers import attention
@@ -154,7 +153,6 @@ def install(llm: Any, patch: pytest.MonkeyPatch) -> RecordedGraphs:
         patch.setattr(module, name, as_kernel(getattr(module, name)))
     patch.setattr(StepOutput, "to_host", functools.partialmethod(copy_to_host, StepOutput.to_host))
     patch.setattr(llm, "_overlap", True)
-    patch.setattr(RecordAhead, "launching", lambda *_: None)  # a thread would compute what it records
     graphs = RecordedGraphs()
     patch.setattr(llm.model_runner, "graphs", graphs)
     return graphs

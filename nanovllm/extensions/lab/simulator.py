@@ -26,7 +26,7 @@ def step_seconds(batch: Batch) -> float:
 class SimulatedRunner:
     """Stands where a ModelRunner would. Only `clock` changes, by what `cost` says of each batch."""
 
-    unsampled = graphs = None
+    unsampled = None
 
     def __init__(self, cost: Callable[[Batch], float], num_blocks: int):
         self.cost = cost

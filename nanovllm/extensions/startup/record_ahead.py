@@ -4,22 +4,32 @@ A batch shrinks as its sequences end, so a first run needs a graph for each of t
 one takes the host some 20 ms, in which the GPU would have nothing to do.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import Event, Thread
 from typing import Any
 
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
 from nanovllm.engine.interfaces import Observer
+from nanovllm.extensions.startup.compile_ahead import CompileAhead
+
+
+def observers(config: Config, make_group: Callable[[int], Group]) -> list[Observer]:
+    """Who compiles kernels ahead, and where steps of one GPU are all the engine's own who records them."""
+    compiling = CompileAhead(config, make_group)
+    is_alone = config.tensor_parallel_size == 1 and not config.extensions
+    return [compiling, RecordAhead()] if is_alone and config.device != "cpu" else [compiling]
 
 
 class RecordAhead(Observer):
     """
-    On one GPU, beside decode steps whose batch has begun to shrink, records the largest missing graph for
-    fewer sequences, for steps of the same kind otherwise. Steps that go through the model in Python wait for
+    Beside decode steps whose batch has begun to shrink, records the largest missing graph for fewer
+    sequences, for steps of the same kind otherwise. Steps that go through the model in Python wait for
     it, since layers and logits processors may keep something between two calls. If recording fails it stops:
     the step that needs the graph will say why.
 
     Meanwhile nobody may wait for the whole device, which CUDA forbids then. So it is done in `generate` alone
-    and is over when that returns, and not where an engine has somebody's own parts.
+    and is over when that returns.
     """
 
     watches = True
@@ -38,9 +48,8 @@ class RecordAhead(Observer):
         count = 0 if batch.is_prefill else batch.num_sequences
         self._is_shrinking |= 0 < count < self._num_sequences
         self._num_sequences = count
-        is_able = runner.graphs is not None and runner.ranks is None and not self._has_failed
-        is_alone = self._engine.is_generating and not self._engine.config.extensions
-        if not (is_able and is_alone and count):
+        is_able = runner.graphs is not None and not self._has_failed
+        if not (is_able and self._engine.is_generating and count):
             return self.wait()
         needed = next(size for size in runner.graph_sizes if size >= count)
         kinds = [(size, batch.plan_key, batch.wanted) for size in runner.graph_sizes if size <= needed]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.interfaces import notify
 from nanovllm.extensions.startup import record_ahead
 from nanovllm.extensions.startup.record_ahead import RecordAhead
 from tiny_checkpoints import EXACT, make_checkpoint
@@ -41,7 +43,7 @@ class Idle(threading.Event):
 class Runner:
     """Its kinds of steps are recorded in turn."""
 
-    graphs, ranks, graph_sizes = object(), None, SIZES
+    graphs, graph_sizes = object(), SIZES
 
     def __init__(self):
         self.decoded = {}
@@ -61,8 +63,7 @@ def later(monkeypatch):
 @pytest.fixture
 def observer(later):
     observer = RecordAhead()
-    facts = dict(is_generating=True, config=SimpleNamespace(extensions=None), in_flight=[])
-    observer.started(SimpleNamespace(model_runner=Runner(), **facts))
+    observer.started(SimpleNamespace(model_runner=Runner(), is_generating=True, in_flight=[]))
     return observer
 
 
@@ -134,24 +135,27 @@ def test_nothing_is_recorded_any_more_when_a_call_ends(observer):
         assert not Later.pending
 
 
-@pytest.mark.parametrize(
-    "part, facts",
-    [
-        ("model_runner", {"graphs": None}),
-        ("model_runner", {"ranks": object()}),
-        ("config", {"extensions": [object()]}),
-        (None, {"is_generating": False}),
-    ],
-    ids=["eager", "ranks", "extensions", "steps"],
-)
-def test_nothing_is_recorded_ahead_where_it_could_not_be_used_or_somebody_might_wait_for_the_device(
-    observer, part, facts
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "steps"])
+def test_nothing_is_recorded_ahead_without_graphs_or_when_somebody_might_wait_for_the_device(
+    observer, is_eager
 ):
     begin(observer)
-    vars(getattr(observer._engine, part) if part else observer._engine).update(facts)
+    if is_eager:
+        observer._engine.model_runner.graphs = None
+    else:
+        observer._engine.is_generating = False
     assert (8, False, 0) in launch(observer, 14)  # waits for what has begun
     launch(observer, 13)
     assert not Later.pending
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"device": "cpu"}, {"tensor_parallel_size": 2}, {"extensions": ["mine"]}], ids=str
+)
+def test_it_is_done_on_one_gpu_and_without_somebodys_own_parts(facts):
+    config = SimpleNamespace(**{"device": "cuda", "tensor_parallel_size": 1, "extensions": None} | facts)
+    kinds = [type(each).__name__ for each in record_ahead.observers(config, None)]
+    assert kinds == ["CompileAhead", "RecordAhead"][: 1 if facts else 2]
 
 
 def test_after_an_error_steps_record_what_they_need(observer):
@@ -225,14 +229,15 @@ def test_recorded_ahead_they_compute_the_same(tmp_path, monkeypatch):
     """As on a GPU, but recorded on a CPU, and in memory that every other recording has overwritten."""
     folder = str(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1))
     prompts, params = make_prompts(11)
-    launching = RecordAhead.launching
     found, needed = [], []
     for is_ahead in (False, True):
         options = EXACT | dict(max_num_batched_tokens=128, max_num_seqs=16, num_kvcache_blocks=100)
         with monkeypatch.context() as patch, LLM(folder, **options) as llm:
             recorded_graphs.install(llm, patch)
             if is_ahead:
-                patch.setattr(RecordAhead, "launching", launching)
+                observer = RecordAhead()
+                observer.started(llm)
+                patch.setattr(llm, "tell", partial(notify, [observer]))
             runner, forward = llm.model_runner, llm.model_runner.forward
 
             def note(batch, runner=runner, forward=forward):
