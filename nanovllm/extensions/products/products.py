@@ -90,7 +90,7 @@ class FoldingWeight(DenseWeight):
     make_gemv, library = Gemv, onednn  # quantised weights beside it are multiplied by these, too
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A router's product among others, which has nothing to fold in where its norm is begun."""
+        """By the library; few rows and outputs, as a router has, by `small_gemm`."""
         if can_use_small_gemm(x, self.weight):
             return small_gemm(x, self.weight, bias)[0]
         return super().multiply(x, bias)

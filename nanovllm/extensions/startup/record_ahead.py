@@ -15,7 +15,10 @@ from nanovllm.extensions.startup.compile_ahead import CompileAhead
 
 
 def observers(config: Config, make_group: Callable[[int], Group]) -> list[Observer]:
-    """Who compiles kernels ahead, and where steps of one GPU are all the engine's own who records them."""
+    """
+    Who compiles kernels ahead; and who records graphs ahead, on one GPU and where nobody's own parts run
+    between the engine's steps.
+    """
     compiling = CompileAhead(config, make_group)
     is_alone = config.tensor_parallel_size == 1 and not config.extensions
     return [compiling, RecordAhead()] if is_alone and config.device != "cpu" else [compiling]
@@ -52,11 +55,12 @@ class RecordAhead(Observer):
         if not (is_able and self._engine.is_generating and count):
             return self.wait()
         needed = next(size for size in runner.graph_sizes if size >= count)
-        kinds = [(size, batch.plan_key, batch.wanted) for size in runner.graph_sizes if size <= needed]
-        if kinds[-1] not in runner.decoded:
-            self.wait()
+        rest = batch.plan_key, batch.wanted  # of a kind of steps, behind its size
+        if (needed, *rest) not in runner.decoded:
+            self.wait()  # it may be the one that is being recorded
         elif self._is_shrinking and self._is_idle.is_set():
-            missing = [kind for kind in kinds if kind not in runner.decoded]
+            smaller = [(size, *rest) for size in runner.graph_sizes if size < needed]
+            missing = [kind for kind in smaller if kind not in runner.decoded]
             if missing:
                 self._begin(runner, missing[-1])
 
@@ -68,11 +72,11 @@ class RecordAhead(Observer):
         except RuntimeError:  # there are too many threads
             self._has_failed = True
         finally:
-            if thread.ident is None:  # or Ctrl-C came first
+            if thread.ident is None:  # it was not started: Ctrl-C may have come before
                 self._is_idle.set()
 
     def _record(self, runner: Any, kind: Hashable) -> None:
-        if self._is_idle.is_set():
+        if self._is_idle.is_set():  # it was given up before it began
             return
         try:
             with runner.on_device():
@@ -88,7 +92,7 @@ class RecordAhead(Observer):
 
     def stop(self) -> None:
         self.wait()
-        self._is_shrinking, self._num_sequences = False, 0
+        self._is_shrinking = False  # the next call begins with a prefill
 
     def wait(self) -> None:
         """Until nothing is recorded."""

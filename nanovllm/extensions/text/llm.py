@@ -58,8 +58,8 @@ class TextLLM(LLMEngine):
     # Begins or goes on with a call that uses the engine, see extensions/api. A call is identified by its dict
     # of queued requests, which is then in `_call`; None stands for `add_request` and `step`.
     _take_turn: Callable
-    is_generating = False  # and nothing else of the program's runs in this thread
     or_recommended: Callable  # the parameters of a call, or those that a checkpoint recommends for None
+    is_generating = False  # whether `generate` runs, and none of its caller's code between two steps
 
     def generate(
         self,
@@ -91,7 +91,7 @@ class TextLLM(LLMEngine):
         request_id, finished and, for any n, outputs, which have an index and a cumulative_logprob besides.
         """
         results = self.generate_iter(prompts, sampling_params, use_tqdm)
-        self.is_generating = isinstance(use_tqdm, bool)  # else something of the program's runs meanwhile
+        self.is_generating = isinstance(use_tqdm, bool)  # another bar is the caller's code
         try:
             return [result for _, result in sorted(results, key=itemgetter(0))]
         finally:

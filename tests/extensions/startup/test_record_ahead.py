@@ -105,7 +105,8 @@ def test_nothing_is_recorded_while_all_sequences_go_on_or_more_come(observer):
     launch(observer, 15)
     assert Later.pending
     observer.stop()
-    launch(observer, 14)  # of the next call
+    launch(observer, 1, is_prefill=True)  # of the next call
+    launch(observer, 14)
     assert not Later.pending
 
 
@@ -278,7 +279,8 @@ def test_on_a_gpu_they_are_there_when_they_are_needed_and_compute_the_same(on_gp
             found.append([each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)])
             for count in (3, 6):
                 runner.decoded.clear()
-                llm.generate(prompts[: 10 * count], SamplingParams(max_tokens=count), use_tqdm=False)
+                short = [SamplingParams(max_tokens=3 + i // 10, ignore_eos=True) for i in range(10 * count)]
+                llm.generate(prompts[: 10 * count], short, use_tqdm=False)
                 torch.cuda.synchronize()  # nothing is recorded any more
     assert found[0] == found[1]
     assert by_threads[0] == 0 and by_threads[1] >= 4

@@ -34,7 +34,7 @@ MAX_INPUTS = 3072  # of more `gemv` multiplies two rows faster, and `fused_linea
 def can_use_small_gemm(x: Tensor, weight: Tensor) -> bool:
     """Whether these rows [rows, in] are multiplied fastest so, without anything folded in."""
     is_small = 0 < len(x) <= MAX_SMALL_ROWS and len(weight) <= FEW_OUTPUTS and weight.shape[1] <= MAX_INPUTS
-    return is_small and can_use_gemv(weight) and can_fuse(0, weight)
+    return is_small and can_use_gemv(weight) and can_fuse(0, weight)  # beside any residual
 
 
 def small_gemm(
