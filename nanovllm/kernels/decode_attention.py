@@ -22,6 +22,7 @@ from nanovllm.kernels.runtime import (
     arrival_counters,
     cdiv,
     empty_padded,
+    has_hopper_shared_memory,
     masked_load,
     next_power_of_2,
     num_multiprocessors,
@@ -37,8 +38,7 @@ MAX_SPLITS = 32
 MIN_COLUMNS = 8  # the fewest that the matrix unit computes
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_APART = 16  # in a small batch query heads are spread over more programs, up to this many for each split
-COMBINED_ELEMENTS = 8192  # of partial results that a program combines at a time
-MEASURED_ROW_BYTES = 256  # tiles were measured with keys of 128 elements of 2 bytes
+TILE_BYTES = 16384  # of the keys of a tile, and of its values
 
 
 class DecodeSizes(NamedTuple):
@@ -57,7 +57,6 @@ class DecodeSizes(NamedTuple):
     TILE: int  # tokens
     SPLIT: bool
     COMBINED_HEADS: int  # HEADS rounded up to a power of two
-    COMBINED_SPLITS: int  # partial results that are combined at a time
 
 
 def paged_decode_attention(
@@ -81,13 +80,13 @@ def paged_decode_attention(
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    element_size, num_stages = layout.decode_tile(q, k_cache)
     most_tokens, num_warps = 128, 4
-    # Where latency counts more than bandwidth, a tile takes at most 32 KB, not 64 KB. And with many columns
-    # four warps would multiply by an instruction that wants its operands elsewhere.
+    num_stages = 5 if has_hopper_shared_memory(q.device) else 2  # with 5, a tile is loaded in advance
+    # Where latency counts more than bandwidth, tiles are small. And with many columns four warps would
+    # multiply by an instruction that wants its operands elsewhere.
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
         most_tokens, num_warps, num_stages = 64, 2, 3
-    tokens = min(most_tokens, most_tokens * MEASURED_ROW_BYTES // (dim_pad * element_size))
+    tokens = min(most_tokens, TILE_BYTES // (dim_pad * layout.decode_bytes(q, k_cache)))
     sizes = DecodeSizes(
         kv_heads,
         shares,
@@ -99,7 +98,6 @@ def paged_decode_attention(
         TILE=max(MIN_DOT_SIZE, tokens),
         SPLIT=splits > 1,
         COMBINED_HEADS=combined_heads,
-        COMBINED_SPLITS=max(1, COMBINED_ELEMENTS // (combined_heads * dim_pad)),
     )
 
     partial = counters = None
@@ -164,7 +162,7 @@ def _decode_kernel(
         seen = token < end
         if HOOKS.first_token is not None:
             seen &= token >= first
-        row_start = _row_start(table, token, seen, kv_head, SIZES)
+        row_start = _row_start(table, start, end, kv_head, SIZES)
         key = masked_load(k_cache + row_start[:, None] + dim[None, :], seen[:, None] & is_dim[None, :])
         value = masked_load(v_cache + row_start[None, :] + dim[:, None], seen[None, :] & is_dim[:, None])
         key, value = key.to(query.dtype), value.to(query.dtype)
@@ -213,14 +211,20 @@ def prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
     if ROW_BYTES % 16 == 0:
         token = begin + tl.arange(0, SIZES.TILE)
         size = tl.where(token < end, ROW_BYTES, 0)
-        row_start = _row_start(table, token, token < end, kv_head, SIZES)
+        row_start = _row_start(table, begin, end, kv_head, SIZES)
         prefetch_each(k_cache + row_start, size)
         prefetch_each(v_cache + row_start, size)
 
 
 @triton.jit
-def _row_start(table, token, inside, kv_head, SIZES):
-    """Where the key of each of these tokens begins in its cache, and the value too."""
-    block = masked_load(table + token // SIZES.BLOCK_SIZE, inside)
+def _row_start(table, start, end, kv_head, SIZES):
+    """Where the keys of the tile from `start` on begin in their cache, and the values too."""
+    IN_ONE_BLOCK: tl.constexpr = SIZES.BLOCK_SIZE % SIZES.TILE == 0
+    index = tl.arange(0, SIZES.TILE)
+    token = start if IN_ONE_BLOCK else start + index
+    block = masked_load(table + token // SIZES.BLOCK_SIZE, token < end)
     slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
-    return (slot * SIZES.KV_HEADS + kv_head) * SIZES.HEAD_DIM
+    row_start = (slot * SIZES.KV_HEADS + kv_head) * SIZES.HEAD_DIM
+    if IN_ONE_BLOCK:
+        row_start += index * (SIZES.KV_HEADS * SIZES.HEAD_DIM)
+    return row_start

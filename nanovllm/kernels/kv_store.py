@@ -255,15 +255,11 @@ class CacheLayout:
         """What `qk_norm_rope_store` does differently for this layout."""
         return StoreHooks()
 
-    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
-        """
-        Bytes that an element of a tile takes in the decode kernel, and the pipeline stages that load tiles
-        where contexts are not split.
-        """
+    def decode_bytes(self, q: Tensor, cache: Tensor) -> int:
+        """Bytes that an element of a tile takes in the decode kernel."""
         size = cache.element_size()
-        if q.dtype != cache.dtype:  # a tile is held twice: as it was read, and converted
-            size = 2 * max(q.element_size(), size)
-        return size, 2
+        # Of another dtype than the queries, a tile is held twice: as it was read, and converted.
+        return size if q.dtype == cache.dtype else 2 * max(q.element_size(), size)
 
     def read(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, q: Tensor

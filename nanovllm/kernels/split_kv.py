@@ -7,6 +7,8 @@ them up.
 
 from nanovllm.kernels.runtime import MINUS_INF, masked_load, tl, triton
 
+COMBINED = tl.constexpr(8)  # partial results that a program loads at a time
+
 
 @triton.jit
 def own_tokens(context_lens, extras, SIZES, HOOKS):
@@ -83,30 +85,29 @@ def store_result(
 
 @triton.jit
 def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
-    """Add up the partial results of all splits, COMBINED_SPLITS at a time."""
+    """
+    Add up the partial results of all splits, COMBINED at a time, whose loads are under way together. A thread
+    adds up its own elements of each: no thread waits for another one.
+    """
     head = tl.arange(0, SIZES.COMBINED_HEADS)
-    is_head = head < SIZES.HEADS
     is_dim = dim < SIZES.HEAD_DIM
     highest = tl.full([SIZES.COMBINED_HEADS], -1.0e30, tl.float32)  # finite where there is no head
     total = tl.zeros_like(highest)
     acc = tl.full([SIZES.COMBINED_HEADS, SIZES.DIM_PAD], 0.0, tl.float32)
-    for start in range(0, used_splits, SIZES.COMBINED_SPLITS):
-        split = start + tl.arange(0, SIZES.COMBINED_SPLITS)
-        is_used = split < used_splits
-        inside = is_used[:, None] & is_head[None, :]
-        row = first_row + split[:, None] * SIZES.HEADS + head[None, :]
-        row = row.to(tl.int64)
-        log_sum = tl.load(log_sums + row, mask=inside, other=MINUS_INF)
-        address = partial + row[:, :, None] * SIZES.HEAD_DIM + dim[None, None, :]
-        part = masked_load(address, inside[:, :, None] & is_dim[None, None, :])
-        part_highest = tl.max(log_sum, axis=0)
-        new_highest = tl.maximum(highest, part_highest)
-        shrink = tl.exp2(highest - new_highest)
-        weight = tl.exp2(log_sum - new_highest[None, :])
-        weighted = part * weight[:, :, None]
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(weighted, axis=0)
-        highest = new_highest
+    for start in range(0, used_splits, COMBINED):
+        for i in tl.static_range(COMBINED):
+            is_there = head < tl.where(start + i < used_splits, SIZES.HEADS, 0)
+            row = first_row + (start + i) * SIZES.HEADS + head
+            row = row.to(tl.int64)
+            log_sum = tl.load(log_sums + row, mask=is_there, other=MINUS_INF)
+            address = partial + row[:, None] * SIZES.HEAD_DIM + dim[None, :]
+            part = masked_load(address, is_there[:, None] & is_dim[None, :])
+            new_highest = tl.maximum(highest, log_sum)
+            shrink = tl.exp2(highest - new_highest)
+            weight = tl.exp2(log_sum - new_highest)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            highest = new_highest
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     address = out + head[:, None] * SIZES.HEAD_DIM + dim[None, :]
-    tl.store(address, result, mask=is_head[:, None] & is_dim[None, :])
+    tl.store(address, result, mask=(head < SIZES.HEADS)[:, None] & is_dim[None, :])

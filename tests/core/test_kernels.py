@@ -164,6 +164,13 @@ def test_decode_is_right_for_every_block_size_and_number_of_splits(device, block
         check_decode(attend, lengths, 4, 2, 64, block_size, device, torch.float32)
 
 
+@on_devices
+def test_decode_combines_more_splits_than_it_loads_at_a_time(device):
+    attend = decode_attention.paged_decode_attention
+    # In the interpreter, which has 4 multiprocessors, twelve splits, of which eleven have tokens.
+    check_decode(attend, [on(device, 4000, 700)], 2, 1, 64, 256, device, torch.float32)
+
+
 PREFILL_LENGTHS = [(5, 5), (1, 40), (0, 7), (33, 33), (16, 70), (64, 64)]
 
 

@@ -740,12 +740,17 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // TILE * TILE", "begin = first"),
+        ("for start in range(0, used_splits, COMBINED):", "for start in range(0, COMBINED, COMBINED):"),
+        ("acc = acc * shrink[:, None] + part", "acc = acc + part"),
+        ("total = total * shrink + weight", "total = total + weight"),
+        ("tl.where(start + i < used_splits, SIZES.HEADS, 0)", "SIZES.HEADS"),
     ),
     *mutations_of(
         "nanovllm/kernels/decode_attention",
         ("share // (SIZES.SHARES // SIZES.KV_HEADS)", "share % SIZES.KV_HEADS"),
         ("        key, value = key.to(query.dtype), value.to(query.dtype)", "        pass"),
         ("(context_len - 1 - token)[:, None]", "(end - 1 - token)[:, None]"),
+        ("SIZES.BLOCK_SIZE % SIZES.TILE == 0", "True"),
     ),
     *mutations_of(
         "nanovllm/extensions/int8_cache/kernels/decode",

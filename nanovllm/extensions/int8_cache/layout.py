@@ -15,7 +15,6 @@ from nanovllm.extensions.int8_cache.kernels.int8_cache import (
 )
 from nanovllm.extensions.int8_cache.kernels.store import int8_store_hooks
 from nanovllm.kernels.kv_store import CacheLayout
-from nanovllm.kernels.runtime import has_hopper_shared_memory
 
 
 class Int8Layout(CacheLayout):
@@ -41,9 +40,8 @@ class Int8Layout(CacheLayout):
     def store(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         store_int8_torch(key, value, k_cache, slots)
 
-    def decode_tile(self, q: Tensor, cache: Tensor) -> tuple[int, int]:
-        # Bytes become float16. Where there is room, a tile is loaded in advance.
-        return 2, 5 if has_hopper_shared_memory(q.device) else 2
+    def decode_bytes(self, q: Tensor, cache: Tensor) -> int:
+        return 1
 
     def read(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, q: Tensor

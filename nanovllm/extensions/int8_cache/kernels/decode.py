@@ -7,7 +7,7 @@ scale into its weights. Weights are float16 there, so they need a running maximu
 
 from nanovllm.extensions.int8_cache.kernels.int8_cache import load_int8_tile, widen
 from nanovllm.kernels.decode_attention import begin_decode
-from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, prefetch_each, tl, triton
+from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, tl, triton
 from nanovllm.kernels.split_kv import own_tokens, store_result
 
 
@@ -21,14 +21,9 @@ def int8_decode_kernel(
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
     context_len, first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
-    share = tl.program_id(0)
-    kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
+    kv_head = tl.program_id(0) // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
-    if OVERLAP:
-        # The programs that start first prefetch their first tile while the query is still being computed.
-        if seq * SIZES.SHARES + share < num_multiprocessors:
-            _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT and tl.program_id(2) >= used_splits:
         return
@@ -70,20 +65,6 @@ def int8_decode_kernel(
     total = tl.sum(total, axis=0)
     acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
     store_result(out, partial, counters, (highest, total, acc), kept, index, used_splits, SIZES, HOOKS)
-
-
-@triton.jit
-def _prefetch_tile(k_cache, v_cache, table, kv_head, begin, end, SIZES):
-    """Start to load the tile at `begin` into the L2 cache, as far as it has tokens."""
-    if SIZES.HEAD_DIM % 16 == 0:
-        token = begin + tl.arange(0, SIZES.TILE)
-        block = tl.load(table + token // SIZES.BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
-        size = tl.where(token < end, SIZES.HEAD_DIM, 0)
-        # The values of 16 tokens take as much as their keys, and lie as far apart.
-        row = (block * SIZES.KV_HEADS + kv_head) * ((2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE)
-        row += token % SIZES.BLOCK_SIZE * SIZES.HEAD_DIM
-        prefetch_each(k_cache + row, size)
-        prefetch_each(v_cache + row + SIZES.BLOCK_SIZE * SIZES.HEAD_DIM, size)
 
 
 @triton.jit
