@@ -15,6 +15,7 @@ from nanovllm.extensions.products.kernels.fused_linear import (
 )
 from nanovllm.extensions.products.kernels.gemv import can_use_gemv, combine_pairs, rows_of_weight
 from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
     MIN_DOT_SIZE,
     cdiv,
     masked_load,
@@ -108,7 +109,8 @@ def _small_gemm_kernel(
         x_tiles += (masked_load(its_x + start, is_row[None, :, None] & (start + column < IN_FEATURES)),)
     acc = tl.zeros([PARTS, HEIGHT, ROWS], tl.float32)
     for i in tl.static_range(len(tiles)):
-        acc = tl.dot(tiles[i], tl.permute(x_tiles[i], [0, 2, 1]), acc, input_precision="ieee")
+        x_tile = tl.permute(_as_loaded(x_tiles[i]), [0, 2, 1])
+        acc = tl.dot(tiles[i], x_tile, acc, input_precision="ieee")
     acc = tl.trans(tl.sum(acc, axis=0))  # [ROWS, HEIGHT]
 
     if NUM_SQUARES > 0:
@@ -127,3 +129,15 @@ def _small_gemm_kernel(
         store_with_squares(acc, gain, out, scaled, new_squares, place, valid, square, is_row)
     else:
         tl.store(out + place, acc, mask=valid)
+
+
+@triton.jit
+def _as_loaded(x):
+    """
+    x. Of what comes directly from memory the compiler moves the way into shared memory in front of the next
+    load, which would wait until this one has ended.
+    """
+    if IS_INTERPRETED:
+        return x
+    asm: tl.constexpr = "mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], x.dtype, is_pure=False, pack=2)
