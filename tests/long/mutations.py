@@ -815,7 +815,7 @@ MUTATIONS = [
         ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
         ("first = tl.program_id(1) * OWN_FEATURES", "first = 0"),
         ("range(first + EARLY, first", "range(first, first"),
-        ("acc = tl.dot(early_codes, early_x, acc)", "pass"),
+        ("acc = tl.dot(early_codes, _as_loaded(early_x), acc)", "pass"),
         ("tl.program_id(0) % SIZES.BLOCKS, SIZES)", "0, SIZES)"),
         ("early = first + tl.arange", "early = tl.arange"),
         ("is_known = product.sorted is None and ", "is_known = "),

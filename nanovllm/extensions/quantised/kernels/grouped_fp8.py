@@ -21,7 +21,14 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.kernels.runtime import has_hopper_shared_memory, masked_load, num_multiprocessors, tl, triton
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    has_hopper_shared_memory,
+    masked_load,
+    num_multiprocessors,
+    tl,
+    triton,
+)
 
 # By the most assignments that an expert has on average. A prefill takes the last one, whatever its rows, so
 # that a start compiles one way only.
@@ -143,7 +150,7 @@ def _grouped_fp8_kernel(
         else:
             acc = tl.dot(code_tile, x_tile, acc)
     if EARLY > 0:
-        acc = tl.dot(early_codes, early_x, acc)
+        acc = tl.dot(early_codes, _as_loaded(early_x), acc)
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
@@ -153,3 +160,15 @@ def _grouped_fp8_kernel(
             return
         acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, True)
+
+
+@triton.jit
+def _as_loaded(x):
+    """
+    x. The compiler moves the way of a loaded tile into shared memory right behind the load, where everything
+    after it would wait for the tile.
+    """
+    if IS_INTERPRETED:
+        return x
+    asm: tl.constexpr = "mov.b32 $0, $1;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], x.dtype, is_pure=False, pack=4)
