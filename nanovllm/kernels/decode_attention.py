@@ -81,7 +81,9 @@ def paged_decode_attention(
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
     most_tokens, num_warps = 128, 4
-    num_stages = 5 if has_hopper_shared_memory(q.device) else 2  # with 5, a tile is loaded in advance
+    # A step of the pipeline reads the block table, a later one the tile: it takes 5 until a second tile is
+    # under way while one is multiplied.
+    num_stages = 5 if has_hopper_shared_memory(q.device) else 2
     # Where latency counts more than bandwidth, tiles are small. And with many columns four warps would
     # multiply by an instruction that wants its operands elsewhere.
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
@@ -225,6 +227,6 @@ def _row_start(table, start, end, kv_head, SIZES):
     block = masked_load(table + token // SIZES.BLOCK_SIZE, token < end)
     slot = block.to(tl.int64) * SIZES.BLOCK_SIZE + token % SIZES.BLOCK_SIZE
     row_start = (slot * SIZES.KV_HEADS + kv_head) * SIZES.HEAD_DIM
-    if IN_ONE_BLOCK:
+    if IN_ONE_BLOCK:  # these are constants, where addresses of tokens anywhere would take registers
         row_start += index * (SIZES.KV_HEADS * SIZES.HEAD_DIM)
     return row_start

@@ -86,8 +86,8 @@ def store_result(
 @triton.jit
 def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     """
-    Add up the partial results of all splits, COMBINED at a time, whose loads are under way together. A thread
-    adds up its own elements of each: no thread waits for another one.
+    Add up the partial results of all splits. COMBINED of them are loaded at once, and added one by one: with
+    an axis for the splits threads would have to exchange their sums, which takes longer than all else here.
     """
     head = tl.arange(0, SIZES.COMBINED_HEADS)
     is_dim = dim < SIZES.HEAD_DIM
@@ -97,8 +97,7 @@ def combine_splits(partial, log_sums, first_row, used_splits, out, dim, SIZES):
     for start in range(0, used_splits, COMBINED):
         for i in tl.static_range(COMBINED):
             is_there = head < tl.where(start + i < used_splits, SIZES.HEADS, 0)
-            row = first_row + (start + i) * SIZES.HEADS + head
-            row = row.to(tl.int64)
+            row = (first_row + (start + i) * SIZES.HEADS + head).to(tl.int64)
             log_sum = tl.load(log_sums + row, mask=is_there, other=MINUS_INF)
             address = partial + row[:, None] * SIZES.HEAD_DIM + dim[None, :]
             part = masked_load(address, is_there[:, None] & is_dim[None, :])

@@ -738,6 +738,12 @@ MUTATIONS = [
         ('str(getattr(each, "cache_key", each)) for each in self', "str(each) for each in self"),
     ),
     *mutations_of(
+        "nanovllm/extensions/products/kernels/gemv",
+        ("acc += its_residual", "pass"),
+        ("acc += its_bias[None, :]", "pass"),
+        ("row[:, None] * out_features + out_feature[None, :]", "out_feature[None, :]"),
+    ),
+    *mutations_of(
         "nanovllm/kernels/split_kv",
         ("begin = first // TILE * TILE", "begin = first"),
         ("for start in range(0, used_splits, COMBINED):", "for start in range(0, COMBINED, COMBINED):"),
@@ -815,7 +821,7 @@ MUTATIONS = [
         ("* scale[:, None] * x_scale[None, :]", "* scale[:, None]"),
         ("first = tl.program_id(1) * OWN_FEATURES", "first = 0"),
         ("range(first + EARLY, first", "range(first, first"),
-        ("acc = tl.dot(early_codes, _as_loaded(early_x), acc)", "pass"),
+        ("acc = tl.dot(early_codes, _kept_in_registers(early_x), acc)", "pass"),
         ("tl.program_id(0) % SIZES.BLOCKS, SIZES)", "0, SIZES)"),
         ("early = first + tl.arange", "early = tl.arange"),
         ("is_known = product.sorted is None and ", "is_known = "),

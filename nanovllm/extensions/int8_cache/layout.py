@@ -41,7 +41,7 @@ class Int8Layout(CacheLayout):
         store_int8_torch(key, value, k_cache, slots)
 
     def decode_bytes(self, q: Tensor, cache: Tensor) -> int:
-        return 1
+        return 1  # a tile waits in bytes, and becomes float16 in registers
 
     def read(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, begin: int, end: int, q: Tensor

@@ -17,7 +17,10 @@ def int8_decode_kernel(
     scale_log2, q_batch_stride, q_head_stride, table_stride, num_multiprocessors,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
+    """
+    The frame, and the roles of rows and columns, are those of `_decode_kernel`. Nothing is prefetched: with
+    rows of so few bytes that gained nothing.
+    """
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
     context_len, first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)

@@ -48,9 +48,10 @@ def gemv(
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
     [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
-    they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end. The last
-    dimension of x is contiguous, all others' are.
+    they multiply, and the result is [rows, out / 2]; there is no residual then. Sums are float32 and rounded
+    once, at the end. The last dimension of x is contiguous, all others' are.
     """
+    assert residual is None or not silu_and_mul
     rows, in_features = x.shape
     out_features = weight.shape[0]
     # Enough programs to fill the chip, and each with rows enough that it seldom reads x.
@@ -86,11 +87,11 @@ def _gemv_kernel(
     inside = is_real[None, :, None]
     tile = masked_load(address, inside & (column < IN_FEATURES))
     if bias is not None:
-        added = masked_load(bias + weight_row, is_real).to(tl.float32)
+        its_bias = masked_load(bias + weight_row, is_real).to(tl.float32)
     pdl_wait(OVERLAP)
-    if residual is not None:  # asked for before the sums, and never beside gates
-        its_residual = residual + row[:, None] * out_features + out_feature[None, :]
-        its_residual = masked_load(its_residual, is_real[None, :])
+    if residual is not None:  # asked for before the sums, so that it comes meanwhile
+        its_place = row[:, None] * out_features + out_feature[None, :]
+        its_residual = masked_load(residual + its_place, is_real[None, :])
 
     # Sums are kept apart by column until the end: a reduction a tile costs more than the products.
     products = tl.zeros([ROWS, HEIGHT, WIDTH], tl.float32)
@@ -113,7 +114,7 @@ def _gemv_kernel(
         acc, square_sums = tl.split(tl.sum(tl.join(products, squares), axis=2))
         acc *= tl.rsqrt(square_sums / IN_FEATURES + eps)  # the same factor for every output: left for last
     if bias is not None:
-        acc += added[None, :]
+        acc += its_bias[None, :]
 
     place = out_feature
     width = out_features

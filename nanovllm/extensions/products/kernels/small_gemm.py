@@ -109,7 +109,7 @@ def _small_gemm_kernel(
         x_tiles += (masked_load(its_x + start, is_row[None, :, None] & (start + column < IN_FEATURES)),)
     acc = tl.zeros([PARTS, HEIGHT, ROWS], tl.float32)
     for i in tl.static_range(len(tiles)):
-        x_tile = tl.permute(_as_loaded(x_tiles[i]), [0, 2, 1])
+        x_tile = tl.permute(_kept_in_registers(x_tiles[i]), [0, 2, 1])
         acc = tl.dot(tiles[i], x_tile, acc, input_precision="ieee")
     acc = tl.trans(tl.sum(acc, axis=0))  # [ROWS, HEIGHT]
 
@@ -132,12 +132,12 @@ def _small_gemm_kernel(
 
 
 @triton.jit
-def _as_loaded(x):
+def _kept_in_registers(x):
     """
-    x. Of what comes directly from memory the compiler moves the way into shared memory in front of the next
-    load, which would wait until this one has ended.
+    x, which stays in registers up to here. Triton would copy a loaded tile to shared memory right behind its
+    load, and instructions are issued in order: the load of the next tile would wait until this one has come.
+    An assembly instruction that it may not move keeps it from that.
     """
     if IS_INTERPRETED:
         return x
-    asm: tl.constexpr = "mov.b32 $0, $1;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [x], x.dtype, is_pure=False, pack=2)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)

@@ -97,8 +97,8 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
     """What a program of `linear_codes` multiplies, and how many share the inputs of a tile."""
     (out_features, in_features), processors = weight.shape, num_multiprocessors(device)
     tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
-    if weight.table and rows <= 16:  # numbers are looked up in registers
-        tile = tile._replace(MAX_REGISTERS=None)
+    if weight.table and tile.MAX_REGISTERS:  # the table of numbers is in registers, too
+        tile = tile._replace(MAX_REGISTERS=168)
     wide_steps = cdiv(out_features, WIDE_TILE.BLOCK_N) * cdiv(in_features, WIDE_TILE.BLOCK_K)
     is_large = wide_steps >= MIN_WIDE_STEPS * processors
     if rows > 128 and weight.codes_per_byte == 2 and is_large and has_hopper_shared_memory(device):

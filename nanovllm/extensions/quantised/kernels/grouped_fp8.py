@@ -150,7 +150,7 @@ def _grouped_fp8_kernel(
         else:
             acc = tl.dot(code_tile, x_tile, acc)
     if EARLY > 0:
-        acc = tl.dot(early_codes, _as_loaded(early_x), acc)
+        acc = tl.dot(early_codes, _kept_in_registers(early_x), acc)
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
@@ -163,12 +163,12 @@ def _grouped_fp8_kernel(
 
 
 @triton.jit
-def _as_loaded(x):
+def _kept_in_registers(x):
     """
-    x. The compiler moves the way of a loaded tile into shared memory right behind the load, where everything
-    after it would wait for the tile.
+    x, which stays in registers up to here. Triton would copy a loaded tile to shared memory right behind its
+    load, and instructions are issued in order: the main loop's first loads would wait for this one.
+    An assembly instruction that it may not move keeps it from that.
     """
     if IS_INTERPRETED:
         return x
-    asm: tl.constexpr = "mov.b32 $0, $1;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [x], x.dtype, is_pure=False, pack=4)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=4)
