@@ -23,9 +23,8 @@ from nanovllm.kernels.runtime import (
 
 MAX_ROWS = 2
 LARGE_WEIGHT = 1 << 24  # elements
-TILE_ELEMENTS = 8192
-# Fewest programs, most rows of the weight a program; by whether the weight is large.
-TILES = {False: (1024, 4), True: (512, 8)}
+# Elements of a tile, fewest programs, most rows of the weight a program; by whether the weight is large.
+TILES = {False: (4096, 1024, 4), True: (8192, 512, 8)}
 
 
 def can_use_gemv(weight: Tensor) -> bool:
@@ -48,17 +47,16 @@ def gemv(
 
     Each part is left out unless asked for: the norm if norm_weight [in] is None, the addition if residual
     [rows, out] is. With silu_and_mul the first half of the weight's rows are gates, the second half is what
-    they multiply, and the result is [rows, out / 2]; there is no residual then. Sums are float32 and rounded
-    once, at the end. The last dimension of x is contiguous, all others' are.
+    they multiply, and the result is [rows, out / 2]. Sums are float32 and rounded once, at the end. The last
+    dimension of x is contiguous, all others' are.
     """
-    assert residual is None or not silu_and_mul
     rows, in_features = x.shape
     out_features = weight.shape[0]
     # Enough programs to fill the chip, and each with rows enough that it seldom reads x.
-    min_programs, max_height = TILES[weight.numel() >= LARGE_WEIGHT]
+    tile_elements, min_programs, max_height = TILES[weight.numel() >= LARGE_WEIGHT]
     height = next_power_of_2(out_features // min_programs + 1) // 2
     height = max(2, min(height, max_height // rows))
-    width = min(next_power_of_2(in_features), TILE_ELEMENTS // (height * rows))
+    width = min(next_power_of_2(in_features), tile_elements // (height * rows))
     out = x.new_empty(rows, out_features // (1 + silu_and_mul))
     _gemv_kernel[(cdiv(out_features, height),)](
         x, weight, bias, norm_weight, residual, out,
@@ -83,15 +81,9 @@ def _gemv_kernel(
     column = tl.arange(0, WIDTH)[None, None, :]
     row = tl.arange(0, ROWS)
     address = weight + weight_row[None, :, None].to(tl.int64) * IN_FEATURES + column
-    is_real = out_feature < out_features
-    inside = is_real[None, :, None]
+    inside = (out_feature < out_features)[None, :, None]
     tile = masked_load(address, inside & (column < IN_FEATURES))
-    if bias is not None:
-        its_bias = masked_load(bias + weight_row, is_real).to(tl.float32)
     pdl_wait(OVERLAP)
-    if residual is not None:  # asked for before the sums, so that it comes meanwhile
-        its_place = row[:, None] * out_features + out_feature[None, :]
-        its_residual = masked_load(residual + its_place, is_real[None, :])
 
     # Sums are kept apart by column until the end: a reduction a tile costs more than the products.
     products = tl.zeros([ROWS, HEIGHT, WIDTH], tl.float32)
@@ -114,7 +106,7 @@ def _gemv_kernel(
         acc, square_sums = tl.split(tl.sum(tl.join(products, squares), axis=2))
         acc *= tl.rsqrt(square_sums / IN_FEATURES + eps)  # the same factor for every output: left for last
     if bias is not None:
-        acc += its_bias[None, :]
+        acc += masked_load(bias + weight_row, out_feature < out_features).to(tl.float32)[None, :]
 
     place = out_feature
     width = out_features
@@ -124,7 +116,7 @@ def _gemv_kernel(
     valid = (place < width)[None, :]
     place = row[:, None] * width + place[None, :]
     if residual is not None:
-        acc += its_residual
+        acc += masked_load(residual + place, valid)
     tl.store(out + place, acc, mask=valid)
 
 

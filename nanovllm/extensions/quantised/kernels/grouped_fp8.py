@@ -21,14 +21,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
-from nanovllm.kernels.runtime import (
-    IS_INTERPRETED,
-    has_hopper_shared_memory,
-    masked_load,
-    num_multiprocessors,
-    tl,
-    triton,
-)
+from nanovllm.kernels.runtime import has_hopper_shared_memory, masked_load, num_multiprocessors, tl, triton
 
 # By the most assignments that an expert has on average. A prefill takes the last one, whatever its rows, so
 # that a start compiles one way only.
@@ -150,7 +143,7 @@ def _grouped_fp8_kernel(
         else:
             acc = tl.dot(code_tile, x_tile, acc)
     if EARLY > 0:
-        acc = tl.dot(early_codes, _kept_in_registers(early_x), acc)
+        acc = tl.dot(early_codes, early_x, acc)
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
@@ -160,15 +153,3 @@ def _grouped_fp8_kernel(
             return
         acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
     store_tile(acc, row, is_row, tile, operands, SIZES, 0, True)
-
-
-@triton.jit
-def _kept_in_registers(x):
-    """
-    x, which stays in registers up to here. Triton would copy a loaded tile to shared memory right behind its
-    load, and instructions are issued in order: the main loop's first loads would wait for this one.
-    An assembly instruction that it may not move keeps it from that.
-    """
-    if IS_INTERPRETED:
-        return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=4)
