@@ -7,7 +7,15 @@ scale into its weights. Weights are float16 there, so they need a running maximu
 
 from nanovllm.extensions.int8_cache.kernels.int8_cache import load_int8_tile, widen
 from nanovllm.kernels.decode_attention import begin_decode
-from nanovllm.kernels.runtime import IS_INTERPRETED, pdl_wait_then_launch, tl, triton
+from nanovllm.kernels.runtime import (
+    IS_INTERPRETED,
+    MINUS_INF,
+    masked_load,
+    pdl_wait_then_launch,
+    prefetch_each,
+    tl,
+    triton,
+)
 from nanovllm.kernels.split_kv import own_tokens, store_result
 
 
@@ -17,16 +25,18 @@ def int8_decode_kernel(
     scale_log2, q_batch_stride, q_head_stride, table_stride, num_multiprocessors,
     SIZES: tl.constexpr, HOOKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """
-    The frame, and the roles of rows and columns, are those of `_decode_kernel`. Nothing is prefetched: with
-    rows of so few bytes that gained nothing.
-    """
+    """The frame, and the roles of rows and columns, are those of `_decode_kernel`."""
     TILE: tl.constexpr = SIZES.TILE
     PAGE: tl.constexpr = (2 * SIZES.HEAD_DIM + 4) * SIZES.BLOCK_SIZE  # bytes of a head in a block
     context_len, first, begin, end, used_splits = own_tokens(context_lens, extras, SIZES, HOOKS)
-    kv_head = tl.program_id(0) // (SIZES.SHARES // SIZES.KV_HEADS)
+    share = tl.program_id(0)
+    kv_head = share // (SIZES.SHARES // SIZES.KV_HEADS)
     seq = tl.program_id(1)
     table = block_tables + seq.to(tl.int64) * table_stride
+    if OVERLAP:
+        # The programs that start first prefetch their first tile while the query is still being computed.
+        if seq * SIZES.SHARES + share < num_multiprocessors:
+            _prefetch_tile(k_cache + kv_head * PAGE, SIZES.KV_HEADS * PAGE, table, begin, end, SIZES)
     pdl_wait_then_launch(OVERLAP)
     if SIZES.SPLIT and tl.program_id(2) >= used_splits:
         return
@@ -48,7 +58,7 @@ def int8_decode_kernel(
         score = tl.dot(widen(key), query, score) * key_scale[:, None] * scale_log2
         if HOOKS.score is not None:
             score = HOOKS.score(extras, score, index[1], (context_len - 1 - token)[:, None], HOOKS)
-        score = tl.where(seen[:, None], score, float("-inf"))
+        score = tl.where(seen[:, None], score, MINUS_INF)
         # Bytes are multiplied by their scale times their probability, in float16, so 1 at most.
         byte_score = score + tl.where(seen, fast_log2(value_scale), 0.0)[:, None]
         tile_highest, byte_highest = tl.reduce((score, byte_score), 0, larger_of_each)
@@ -68,6 +78,19 @@ def int8_decode_kernel(
     total = tl.sum(total, axis=0)
     acc = acc * tl.exp2(highest_byte - tl.where(total > 0, highest, 0.0))[None, :]
     store_result(out, partial, counters, (highest, total, acc), kept, index, used_splits, SIZES, HOOKS)
+
+
+@triton.jit
+def _prefetch_tile(head, block_stride, table, begin, end, SIZES):
+    """Start loading the tokens of the tile at `begin` into the L2 cache, if it lies in one block."""
+    if SIZES.HEAD_DIM % 16 == 0 and SIZES.BLOCK_SIZE % SIZES.TILE == 0:
+        block = masked_load(table + begin // SIZES.BLOCK_SIZE, begin < end).to(tl.int64)
+        index = tl.arange(0, SIZES.TILE)
+        size = tl.where(begin + index < end, SIZES.HEAD_DIM, 0)
+        # The values of 16 tokens take as much as their keys, and lie as far apart.
+        row = head + block * block_stride + (begin % SIZES.BLOCK_SIZE + index) * SIZES.HEAD_DIM
+        prefetch_each(row, size)
+        prefetch_each(row + SIZES.BLOCK_SIZE * SIZES.HEAD_DIM, size)
 
 
 @triton.jit
