@@ -57,7 +57,7 @@ MAX_ROWS = 256  # of layers; for more, converting the weight first is faster
 # By the most rows; and how many programs a multiprocessor gets, if inputs have to be shared: at most what it
 # has registers and shared memory for. With few rows the steps are long, to hide how long memory takes.
 LINEAR_TILES = {
-    16: (Tile(16, 3, BLOCK_N=64, BLOCK_K=256, MAX_REGISTERS=128), 4),
+    16: (Tile(16, 3, BLOCK_N=64, BLOCK_K=256, MAX_REGISTERS=168), 3),
     32: (Tile(32, 3, BLOCK_N=64, BLOCK_K=256, MAX_REGISTERS=168), 3),
     64: (Tile(64, 3, BLOCK_N=64, BLOCK_K=256), 2),
     MAX_ROWS: (Tile(128, 3, BLOCK_N=64), 2),
@@ -97,8 +97,6 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
     """What a program of `linear_codes` multiplies, and how many share the inputs of a tile."""
     (out_features, in_features), processors = weight.shape, num_multiprocessors(device)
     tile, programs = next(found for most, found in LINEAR_TILES.items() if rows <= most)
-    if weight.table and tile.MAX_REGISTERS:  # the table of numbers is in registers, too
-        tile = tile._replace(MAX_REGISTERS=168)
     wide_steps = cdiv(out_features, WIDE_TILE.BLOCK_N) * cdiv(in_features, WIDE_TILE.BLOCK_K)
     is_large = wide_steps >= MIN_WIDE_STEPS * processors
     if rows > 128 and weight.codes_per_byte == 2 and is_large and has_hopper_shared_memory(device):
