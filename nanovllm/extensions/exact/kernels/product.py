@@ -83,8 +83,8 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     Rows, outputs and inputs of a tile, warps, pipeline stages. All give the same bits. With few outputs small
     tiles keep more of the device busy.
     """
-    if rows <= 16:
-        return 16, 64, 128, 4, 6
+    if rows <= 16:  # with many outputs two programs share a multiprocessor: one reads while the other ends
+        return 16, 64, 128, 4, 4 if outputs > 8192 else 8
     wide = rows if outputs > 4096 else cdiv(rows, 2)  # narrow weights have fewer tiles
     if wide <= 32 or (outputs <= 2048 and rows <= 256):
         return 32, 64, 128, 4, 5
