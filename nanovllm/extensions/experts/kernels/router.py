@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.runtime import (
+    MINUS_INF,
     arrival_counters,
     cdiv,
     masked_load,
@@ -142,14 +143,12 @@ def _choose_kernel(
     value = masked_load(logits + row.to(tl.int64) * stride + expert, is_real).to(tl.float32)
     # NaN too becomes a number: whatever the logits, a token gets experts that exist, and each of them once.
     value = tl.where(value > LOWEST, value, LOWEST)
-    if bias is None:
-        value = tl.where(expert < EXPERTS, value, float("-inf"))
-        peak = tl.max(value, axis=1)
-        total = tl.sum(tl.exp(value - peak[:, None]), axis=1)
-    else:
-        score = 1.0 / (1.0 + tl.exp(-value))
+    if bias is not None:
+        score = tl.sigmoid(value)
         value = score + masked_load(bias + expert, expert < EXPERTS)
-        value = tl.where(expert < EXPERTS, value, float("-inf"))
+    value = tl.where(expert < EXPERTS, value, MINUS_INF)
+    peak = tl.max(value, axis=1)
+    total = tl.sum(tl.exp(value - peak[:, None]), axis=1)
     place = tl.arange(0, TOP_K_PAD)[None, :]
     chosen = tl.zeros([ROWS, TOP_K_PAD], tl.int32)
     share = tl.zeros([ROWS, TOP_K_PAD], tl.float32)
@@ -160,11 +159,11 @@ def _choose_kernel(
         if bias is not None:
             its = tl.sum(tl.where(is_it, score, 0.0), axis=1)
         elif SIGMOIDS:
-            its = 1.0 / (1.0 + tl.exp(-highest))
+            its = tl.sigmoid(highest)
         else:
             its = tl.exp(highest - peak) / total
         share = tl.where(place == k, its[:, None], share)
-        value = tl.where(is_it, float("-inf"), value)
+        value = tl.where(is_it, MINUS_INF, value)
     if NORMALISE:
         share /= (tl.sum(share, axis=1) + 1e-20)[:, None]
     share *= factor

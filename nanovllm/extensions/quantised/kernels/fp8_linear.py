@@ -193,16 +193,12 @@ def _empty_rows(x: Tensor, width: int, group: int) -> QuantisedRows:
 @triton.jit
 def _store_quantised(value, row, codes, scales, sums, padded_rows, WIDTH, BLOCK, GROUP):
     """Store a row, float32 [BLOCK], which is 0 beyond WIDTH."""
-    if GROUP == 0:
-        scale = tl.maximum(tl.max(tl.abs(value)) / LARGEST_CODE, SMALLEST_SCALE)
-        tl.store(scales + row, scale)
-        quotient = value / scale
-    else:
-        parts = tl.reshape(value, [BLOCK // GROUP, GROUP])
-        scale = tl.maximum(tl.max(tl.abs(parts), axis=1) / LARGEST_CODE, SMALLEST_SCALE)
-        part = tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + part.to(tl.int64) * padded_rows + row, scale, mask=part < WIDTH // GROUP)
-        quotient = tl.reshape(parts / scale[:, None], [BLOCK])
+    INPUTS_OF_SCALE: tl.constexpr = BLOCK if GROUP == 0 else GROUP
+    part = tl.arange(0, BLOCK // INPUTS_OF_SCALE)
+    parts = tl.reshape(value, [BLOCK // INPUTS_OF_SCALE, INPUTS_OF_SCALE])
+    scale = tl.maximum(tl.max(tl.abs(parts), axis=1) / LARGEST_CODE, SMALLEST_SCALE)
+    tl.store(scales + part.to(tl.int64) * padded_rows + row, scale, mask=part * INPUTS_OF_SCALE < WIDTH)
+    quotient = tl.reshape(parts / scale[:, None], [BLOCK])
     column = tl.arange(0, BLOCK)
     code = quotient.to(codes.dtype.element_ty)
     tl.store(codes + row * WIDTH + column, code, mask=column < WIDTH)

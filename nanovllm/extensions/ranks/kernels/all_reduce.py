@@ -10,7 +10,7 @@ finished the first.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, next_power_of_2, overlap_options, tl, triton
+from nanovllm.kernels.runtime import MINUS_INF, cdiv, next_power_of_2, overlap_options, tl, triton
 
 HALF_BYTES = 64 << 20  # of the receive buffer; larger sums are computed part by part
 TWO_HOPS_BYTES = 256 << 10  # from this size on the bytes sent cost more than a second trip over the link
@@ -208,7 +208,7 @@ def _best_token_kernel(
         _send(address, place, own_score.to(tl.int32, bitcast=True), inside, tl.int32, MISSING)
         _send(address, place + most_rows, own_token, inside, tl.int32, MISSING)
     own_buffer = tl.load(addresses + RANK)
-    score = tl.full([BLOCK], float("-inf"), tl.float32)
+    score = tl.full([BLOCK], MINUS_INF, tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
     for source in tl.static_range(0, SIZE):
         if source == RANK:

@@ -6,7 +6,7 @@ A mask has one bit for each token of the vocabulary, 1 where the token may be dr
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.runtime import cdiv, tl, triton, use_triton
+from nanovllm.kernels.runtime import MINUS_INF, cdiv, tl, triton, use_triton
 
 BLOCK = tl.constexpr(4096)
 
@@ -60,4 +60,4 @@ def _mask_kernel(
         word = tl.load(masks + place.to(tl.int64) * masks_stride + token // 32, mask=inside, other=0)
         is_banned = ((word >> (token % 32)) & 1) == 0
         address = logits + row * logits_stride + column
-        tl.store(address, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & is_banned)
+        tl.store(address, tl.full([BLOCK], MINUS_INF, logits.dtype.element_ty), mask=inside & is_banned)
