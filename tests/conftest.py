@@ -8,6 +8,7 @@ import os
 # Read when torch is imported, and inherited by ranks. Beside other tests (`-n`) a second thread only waits.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTEST_ADDOPTS", None)  # read by now; tests that a test runs take one process
 
 import signal
 
