@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from desktop_gpu import SHARED_MEMORY, shared_memory_of
 from extension_kernels import CACHES
 from kernel_checks import (
     GPU,
@@ -204,6 +205,21 @@ def test_a_product_and_its_activation(device, shape, rows, has_bias):
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert error(y, exact) < tolerance(dtype)
     assert torch.equal(multiply(x, weight, bias, gated=True), silu_and_mul(y))
+
+
+ON_A_DESKTOP = """
+from nanovllm.extensions.exact.kernels.product import multiply
+for rows in (1, 17, 50, 100, 300):
+    for outputs in (1024, 16384):
+        x, weight = (torch.empty(size, 512, dtype=torch.bfloat16) for size in (rows, outputs))
+        multiply(x, weight)
+"""
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
+def test_products_fit_into_the_shared_memory_of_a_desktop_gpu():
+    shared = shared_memory_of(ON_A_DESKTOP)
+    assert len(shared) == 10 and max(shared) <= SHARED_MEMORY
 
 
 @on_gpus

@@ -3,16 +3,14 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import ptx
 import pytest
 import torch
 import torch.nn.functional as F
+from desktop_gpu import SHARED_MEMORY, shared_memory_of
 from kernel_checks import assert_passes_in_the_interpreter, error
 from quantised_weights import FORMATS, in_order, make_weight
 
@@ -588,33 +586,12 @@ def test_a_gpu_is_given_only_kernels_that_it_has_the_instructions_for(name, majo
     assert used(1, True) == used(20, True) == "library"
 
 
-DESKTOP = """
-import sys
-from types import SimpleNamespace
-import torch, triton
-sys.path[:0] = sys.argv[1:]
-from nanovllm.kernels import runtime
+ON_A_DESKTOP = """
 from nanovllm.extensions.quantised.kernels import grouped_codes, permute_k
 from nanovllm.extensions.quantised.kernels import quantised_matvec
 from nanovllm.extensions.quantised.kernels import quantised_weight
 from quantised_weights import make_weight
 
-target = triton.backends.compiler.GPUTarget("cuda", 86, 32)
-triton.runtime.driver.set_active(SimpleNamespace(
-    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-))
-compile_kernel = triton.JITFunction.run
-
-def compile_instead(kernel, *args, grid, warmup, **options):
-    compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
-    print(kernel.__name__, compiled.metadata.shared)
-
-triton.JITFunction.run = compile_instead
-torch.version.cuda = "13.0"
-runtime.compiling_for = SimpleNamespace(
-    major=8, minor=6, multi_processor_count=82, shared_memory_per_multiprocessor=102400
-)
-runtime.TRITON_DEVICES.add("cpu")
 for name in ("fp8, blocks", "int8, groups of 32 with offsets", "int4, groups of 128 with zeros", "nf4"):
     x, weight = torch.empty(128, 1024, dtype=torch.bfloat16), make_weight(name, (1024, 1024), "cpu")
     grouped_codes.linear_codes(permute_k.permute_k(x, weight.codes_per_byte), weight)
@@ -625,12 +602,8 @@ quantised_matvec.quantised_matvec(x[:1], weight)
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
 def test_products_of_some_rows_compile_for_a_desktop_gpu_and_fit_into_its_shared_memory():
-    tests = Path(__file__).parents[2]
-    folders = map(str, [Path(__file__).parent, tests / "kernels", tests / "support", tests.parent])
-    child = subprocess.run([sys.executable, "-c", DESKTOP, *folders], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr[-2000:]
-    shared = [line.split() for line in child.stdout.splitlines()]
-    assert len(shared) == 13 and all(int(size) <= 99 << 10 for _, size in shared), shared
+    shared = shared_memory_of(ON_A_DESKTOP)
+    assert len(shared) == 13 and max(shared) <= SHARED_MEMORY
 
 
 @on_devices

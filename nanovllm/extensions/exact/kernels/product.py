@@ -67,6 +67,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool 
     parts = 1 + gated
     width = len(weight) // parts
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, len(weight))
+    if not runtime.has_hopper_shared_memory(x.device):
+        num_stages = 2
     block_n //= parts
     out = empty_padded(rows, width, x)
     if rows:
