@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cases import slow
+from desktop_gpu import SHARED_MEMORY
 from quantised_checkpoints import PACKERS, mxfp4, quantise
 
 from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES
@@ -209,7 +210,7 @@ def test_attention_fits_into_the_shared_memory_of_a_desktop_gpu(tmp_path, head_d
     first, second = compiled(folder, 0, 1, cache, "of attention")
     shared = [(name, int(size)) for name, size in map(str.split, first | second)]  # bytes
     assert len({name for name, _ in shared}) == 3
-    assert max(size for _, size in shared) <= 99 << 10, shared
+    assert max(size for _, size in shared) <= SHARED_MEMORY, shared
 
 
 @pytest.mark.slow
@@ -231,6 +232,7 @@ def test_every_kernel_is_one_that_the_installed_triton_can_compile(tmp_path, arc
         folder = quantise(folder, tmp_path / "packed", mxfp4() if name == "mxfp4" else PACKERS[name])
     first, second = compiled(folder, 0, 1, cache, "all")
     assert len({line.split()[0] for line in first | second}) > 13
+    assert max(int(line.split()[1]) for line in first | second) <= SHARED_MEMORY
 
 
 def test_functions_that_hooks_of_extensions_call_have_keys_before_any_kernel_is_compiled(
