@@ -447,7 +447,7 @@ def test_a_step_sends_what_is_new_and_never_the_tokens_so_far(llm, monkeypatch):
 IMPOSSIBLE_STEP = "run", Batch(1, 0, np.full((2, 1), 10**9, dtype=np.int32), {})
 
 
-@pytest.mark.parametrize("attempt, size", [(0, 4), (1, 2)])
+@pytest.mark.parametrize("attempt, size", [slow(0, 4), (1, 2)])
 def test_a_failing_rank_ends_generate_with_its_number_and_the_cause(model, attempt, size):
     """Killed by a signal, or by an exception."""
     rank = size // 2
@@ -475,6 +475,7 @@ def test_without_reports_a_rank_that_ends_ends_generate_with_its_number(model, m
     assert ("IndexError" in capfd.readouterr().err) == (way == "exception")
 
 
+@pytest.mark.slow
 def test_generate_ends_with_a_rank_whose_end_the_communication_does_not_notice(model):
     """Now and then gloo waits for ever for a rank that was killed."""
     llm = start(model.folder)
@@ -644,6 +645,7 @@ def test_ranks_end_with_a_rank_0_that_is_killed_while_it_starts(start_process):
     process.kill()
 
 
+@pytest.mark.slow
 def test_engines_of_two_processes_do_not_meet_and_their_ranks_end_with_them(model, start_process):
     (idle, first), (busy, second) = start_process(is_idle=True), start_process()
     assert first.recv() == second.recv() == model.tokens
@@ -673,7 +675,7 @@ ENDINGS = {
     "given_as, ending, status, times, complaint",
     [
         ("file", "a thread goes on", 0, 2, ""),
-        ("-c", "Ctrl-C", -signal.SIGINT, 1, r"Traceback(?!.*Traceback).*KeyboardInterrupt\s*"),
+        slow("-c", "Ctrl-C", -signal.SIGINT, 1, r"Traceback(?!.*Traceback).*KeyboardInterrupt\s*"),
     ],
 )
 def test_a_program_without_a_main_guard_works_and_ends_with_all_its_ranks(

@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from batch_files import ENGINE, ROOT, read_answers, run_batch, write_lines
+from cases import slow
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.extensions.batch import __main__ as batch
@@ -490,7 +491,7 @@ def test_a_refused_line_that_waits_keeps_nothing_of_its_text(engine, monkeypatch
     assert found == waiting and all(isinstance(x, Answer) and len(x.text) < 2000 for x in waiting)
 
 
-@pytest.mark.parametrize("stderr", ["closed", "a full disk"])
+@pytest.mark.parametrize("stderr", [slow("closed"), "a full disk"])
 def test_a_run_goes_on_where_its_progress_cannot_be_shown(tmp_path, checkpoint, stderr):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "max_tokens": 2}] * 50)
     files = ["--model", checkpoint, "--input", source, "--output", tmp_path / "out.jsonl"]
