@@ -1618,6 +1618,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/exact/kernels/product",
+        ("        num_stages = 2", "        pass"),
         ("tl.load(bias + weight_row)", "tl.load(bias + weight_row % width)"),
         ("EVEN=in_features % block_k == 0", "EVEN=True"),
     ),
