@@ -67,7 +67,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool 
     parts = 1 + gated
     width = len(weight) // parts
     block_m, block_n, block_k, num_warps, num_stages = _tile(rows, len(weight))
-    if not runtime.has_hopper_shared_memory(x.device):
+    if not runtime.has_hopper_shared_memory(x.device):  # what fits into that of a desktop GPU
         num_stages = 2
     block_n //= parts
     out = empty_padded(rows, width, x)
@@ -85,7 +85,9 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     Rows, outputs and inputs of a tile, warps, pipeline stages. All give the same bits. With few outputs small
     tiles keep more of the device busy.
     """
-    if rows <= 16:  # with many outputs two programs share a multiprocessor: one reads while the other ends
+    if rows <= 16:
+        # Where there are few programs, each must have many loads under way. Of many, two with fewer stages
+        # fit on a multiprocessor: one reads while the other ends.
         return 16, 64, 128, 4, 4 if outputs > 8192 else 8
     wide = rows if outputs > 4096 else cdiv(rows, 2)  # narrow weights have fewer tiles
     if wide <= 32 or (outputs <= 2048 and rows <= 256):

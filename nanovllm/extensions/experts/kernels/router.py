@@ -147,6 +147,7 @@ def _choose_kernel(
         score = tl.sigmoid(value)
         value = score + masked_load(bias + expert, expert < EXPERTS)
     value = tl.where(expert < EXPERTS, value, MINUS_INF)
+    # For softmax; where sigmoids are used the compiler leaves these out.
     peak = tl.max(value, axis=1)
     total = tl.sum(tl.exp(value - peak[:, None]), axis=1)
     place = tl.arange(0, TOP_K_PAD)[None, :]
