@@ -1,7 +1,9 @@
 """Sums of products of 16 bytes of a quantised weight and the inputs that they meet, in few instructions.
 
-Codes become float16, two at a time, which is exact, and are multiplied and added so. Triton has no operations
-on pairs, so a GPU computes them in assembly language; the interpreter does the same in float32.
+Codes in floating point become float16, two at a time, which is exact, and are multiplied and added so. Codes
+that are integers are multiplied as they are, four at a time, by inputs that have become integers of 15 bits
+for that, and their sums are exact. Triton has none of these operations, so a GPU computes them in assembly
+language; the interpreter does the same in float32.
 """
 
 from string import Template
@@ -12,8 +14,8 @@ from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, byte
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4,
     INT4,
+    INT8,
     MXFP4,
-    NF4,
     code_to_float,
     scale_pair,
 )
@@ -24,8 +26,7 @@ def _assembly(begin: str, word: str, sums: str = "sum") -> str:
     """
     `begin`, and then `word` for each of four words of codes. $w is the word. The pairs of inputs that its
     codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those of the
-    high halves. $low and $high are what is added to codes of 4 bits that stand in these halves. The results
-    are these sums, of pairs.
+    high halves. The results are these sums, of pairs.
     """
     names = sums.split(", ")
     lines = [f"{{ .reg .b32 code, {sums}; .reg .f16 first, second; .reg .f32 rest;", begin]
@@ -33,12 +34,24 @@ def _assembly(begin: str, word: str, sums: str = "sum") -> str:
     first = len(names)  # operand: the results come before the four words
     for i in range(first, first + 4):
         pairs = {"a": f"${4 + i}", "b": f"${8 + i}", "c": f"${12 + i}", "d": f"${16 + i}"}
-        added = {"low": f"${first + 20}", "high": f"${first + 21}"}
-        lines.append(Template(word).substitute(pairs | added, w=f"${i}"))
+        lines.append(Template(word).substitute(pairs, w=f"${i}"))
     for i, name in enumerate(names):
         lines.append(f"mov.b32 {{first, second}}, {name}; cvt.f32.f16 ${i}, first;")
         lines.append(f"cvt.f32.f16 rest, second; add.f32 ${i}, ${i}, rest;")
     return "\n".join([*lines, "}"])
+
+
+def _dot_products(codes: str, kind: str, first: int) -> str:
+    """
+    Adds the products of each four `codes`, of this kind, that are taken out of a word $w, and their inputs:
+    their high bytes stand from operand `first` on, their low ones behind them.
+    """
+    lines = []
+    for i in range(4):
+        lines.append(Template(codes).substitute(w=f"${1 + i}"))
+        lines.append(f"dp4a.{kind}.s32 high, codes, ${first + i}, high;")
+        lines.append(f"dp4a.{kind}.u32 low, codes, ${first + 4 + i}, low;")
+    return "\n".join(lines)
 
 
 MULTIPLY_FP8 = _assembly(
@@ -49,36 +62,19 @@ MULTIPLY_FP8 = _assembly(
     cvt.rn.f16x2.e4m3x2 code, high;
     fma.rn.f16x2 sum, code, $b, sum;""",
 )
-# With its sign bit flipped a byte is 128 + code; beside 0x64 that is the number 1152 + code.
-MULTIPLY_INT8 = _assembly(
-    ".reg .b32 biased, bias; mov.b32 bias, 0xe480e480;",  # -1152
-    """xor.b32 biased, $w, 0x80808080;
-    prmt.b32 code, biased, 0x64646464, 0x7170;
-    add.f16x2 code, code, bias;
-    fma.rn.f16x2 sum, code, $a, sum;
-    prmt.b32 code, biased, 0x64646464, 0x7372;
-    add.f16x2 code, code, bias;
-    fma.rn.f16x2 sum, code, $b, sum;""",
-)
-# A low half beside 0x64 is the number 1024 + code. A high half, where it stands, is 1024 + 16 * code, and a
-# sixteenth of that 64 + code. $low and $high are -1024 - zero and -64 - zero.
-MULTIPLY_INT4 = _assembly(
-    ".reg .b32 word, sixteenth; mov.b32 sixteenth, 0x2c002c00;",
-    """mov.b32 word, $w;
-    lop3.b32 code, word, 0x000f000f, 0x64006400, 0xea;
-    add.f16x2 code, code, $low;
-    fma.rn.f16x2 sum, code, $a, sum;
-    lop3.b32 code, word, 0x00f000f0, 0x64006400, 0xea;
-    fma.rn.f16x2 code, code, sixteenth, $high;
-    fma.rn.f16x2 sum, code, $c, sum;
-    shr.b32 word, word, 8;
-    lop3.b32 code, word, 0x000f000f, 0x64006400, 0xea;
-    add.f16x2 code, code, $low;
-    fma.rn.f16x2 sum, code, $b, sum;
-    lop3.b32 code, word, 0x00f000f0, 0x64006400, 0xea;
-    fma.rn.f16x2 code, code, sixteenth, $high;
-    fma.rn.f16x2 sum, code, $d, sum;""",
-)
+# What the last operand holds is added to the sum; of INT4, a sixteenth of it: high halves are multiplied
+# where they stand.
+BEGIN_INTEGERS = "{ .reg .b32 codes, high, low; mov.b32 high, 0; mov.b32 low, "
+END_INTEGERS = "shl.b32 high, high, 8; add.s32 $0, high, low; }"
+MULTIPLY_INT8 = f"""{BEGIN_INTEGERS}$13;
+    {_dot_products("mov.b32 codes, $w;", "s32", 5)}
+    {END_INTEGERS}"""
+MULTIPLY_INT4 = f"""{BEGIN_INTEGERS}$21;
+    {_dot_products("and.b32 codes, $w, 0xf0f0f0f0;", "u32", 13)}
+    shr.s32 high, high, 4;
+    shr.s32 low, low, 4;
+    {_dot_products("and.b32 codes, $w, 0x0f0f0f0f;", "u32", 5)}
+    {END_INTEGERS}"""
 # The bits of a half, placed where float16 has them, are 2^-14 times its number: those of bytes 0 and 2, and
 # of bytes 1 and 3, first their low halves and then the high ones.
 MULTIPLY_MXFP4 = _assembly(
@@ -133,8 +129,11 @@ MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_NUMBERS, "mo
 MULTIPLY = tl.constexpr(
     (MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4)
 )
-REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 22)
-REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 22)
+REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 20)
+REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 20)
+REGISTERS_INT8, REGISTERS_INT4 = tl.constexpr("=r" + ",r" * 13), tl.constexpr("=r" + ",r" * 21)
+# Numbers up to 2 become integers of so many steps each: the last bits of a float32 that this is added to.
+STEPS, ROUNDING = tl.constexpr(2.0**13), tl.constexpr(1.5 * 2.0**10)
 
 
 @triton.jit
@@ -166,11 +165,22 @@ def _load_half(x, norm_weight, share, column, is_there):
 @triton.jit
 def prepare_inputs(values, others, factor, KIND):
     """
-    -> what `multiply_pieces` wants of the inputs, the last of which are their sums, and the factor of its
-    results, times what the inputs are divided by: a power of two for each row, so that the largest becomes 4
-    to 8, and no sum of 16 products with codes up to 448 leaves the range of float16. Codes in floating point
-    of 4 bits come 2^14 times too small; there it becomes 2^10 times as large. The interpreter multiplies in
-    float32, where any range will do.
+    -> what `multiply_pieces` wants of the inputs: `values` and `others`; their sums, as they are multiplied;
+    and the unit of each piece. And the factor of its results, times what all inputs are divided by.
+    """
+    if KIND >= INT8 and KIND <= INT4:
+        inputs = _integers(values, others, KIND)
+    else:
+        inputs, factor = _halves(values, others, factor, KIND)
+    return inputs, factor
+
+
+@triton.jit
+def _halves(values, others, factor, KIND):
+    """
+    In float16, divided by a power of two for each row, so that the largest becomes 4 to 8, and no sum of 16
+    products with codes up to 448 leaves its range. Codes of MXFP4 come 2^14 times too small; there it becomes
+    2^10 times as large. The interpreter multiplies in float32, where any range will do.
     """
     if not IS_INTERPRETED:
         LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
@@ -180,16 +190,43 @@ def prepare_inputs(values, others, factor, KIND):
         if KIND == MXFP4:
             factor *= 16384.0
         divisor = _power_of_two(-exponent)[None, :, :, None]
-        values *= divisor
-        others *= divisor
-    sums = tl.sum(values, axis=3)  # [PIECES, 1, ROWS]
-    if KIND >= INT4:
-        sums += tl.sum(others, axis=3)
-    if not IS_INTERPRETED:
-        values = _pairs_of(values, KIND)
+        values = _pairs_of(values * divisor, KIND)
         if KIND >= INT4:
-            others = _pairs_of(others, KIND)
-    return (values, others, sums), factor
+            others = _pairs_of(others * divisor, KIND)
+    return (values, others, 0.0, 1.0), factor
+
+
+@triton.jit
+def _integers(values, others, KIND):
+    """
+    As integers of 14 bits and a sign, as the largest of a piece has them: each piece has its unit [PIECES, 1,
+    ROWS].
+    """
+    largest = tl.max(tl.maximum(tl.abs(values), tl.abs(others)), axis=3)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
+    divisor = _power_of_two(-exponent)[:, :, :, None]
+    values, sums = _rounded(values * divisor)
+    if KIND == INT4:
+        others, more = _rounded(others * divisor)
+        sums += more
+    # Not a number if one of the inputs is not.
+    return values, others, sums, _power_of_two(exponent) / STEPS + 0.0 * sums
+
+
+@triton.jit
+def _rounded(values):
+    """
+    Numbers up to 2 -> integers, of which a GPU wants the bytes, and their sums. The interpreter, which
+    multiplies in float32, does not round them.
+    """
+    if IS_INTERPRETED:
+        words = values * STEPS
+        sums = tl.sum(words, axis=3)
+    else:
+        moved = values + ROUNDING
+        words = _bytes_of(moved)
+        sums = tl.sum((moved - ROUNDING) * STEPS, axis=3)
+    return words, sums
 
 
 @triton.jit
@@ -202,15 +239,32 @@ def _power_of_two(exponent):
 def _pairs_of(values, KIND):
     """
     float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
-    then the second one of each four inputs. They are neighbours, or for INT4 and MXFP4 every other input.
+    then the second one of each four inputs. They are neighbours, or for MXFP4 every other input.
     """
+    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
+    every_other: tl.constexpr = "cvt.rn.f16x2.f32 $0, $4, $2; cvt.rn.f16x2.f32 $1, $5, $3;"
+    return _words_of(values, every_other if KIND == MXFP4 else asm)
+
+
+@triton.jit
+def _bytes_of(moved):
+    """Numbers beside ROUNDING -> eight int32 [PIECES, 1, ROWS]: the high, then the low bytes of each four."""
+    asm: tl.constexpr = """{ .reg .b32 first, second;
+        prmt.b32 first, $2, $3, 0x5410;
+        prmt.b32 second, $4, $5, 0x5410;
+        prmt.b32 $0, first, second, 0x7531;
+        prmt.b32 $1, first, second, 0x6420; }"""
+    return _words_of(moved, asm)
+
+
+@triton.jit
+def _words_of(values, ASM: tl.constexpr):
+    """float32 [PIECES, 1, ROWS, 16] -> what becomes of each four: the first int32 four times, the second."""
     PIECES: tl.constexpr = values.shape[0]
     ROWS: tl.constexpr = values.shape[2]
-    a, b, c, d = _split_four(tl.reshape(values, [PIECES, ROWS, 4, 4]))
-    numbers = (a, c, b, d) if KIND >= INT4 and KIND < NF4 else (a, b, c, d)
-    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
+    numbers = _split_four(tl.reshape(values, [PIECES, ROWS, 4, 4]))
     first, second = tl.inline_asm_elementwise(
-        asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        ASM, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
     shape: tl.constexpr = [PIECES, 1, ROWS, 4]
     return _split_four(tl.reshape(first, shape)) + _split_four(tl.reshape(second, shape))
@@ -250,7 +304,8 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
     `widen` gives them; `grids` (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or
     the low halves of bytes, `others` meet high halves, whose scale FP4 has in place of an offset.
     """
-    values, others, sums = inputs
+    values, others, sums, unit = inputs
+    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= INT4
     subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
     if IS_INTERPRETED:
         parts = _multiply_by_arithmetic(words, values, KIND, 0)
@@ -258,18 +313,23 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
             more = _multiply_by_arithmetic(words, others, KIND, 4)
             if KIND != FP4:
                 parts += more
-        if KIND == INT4:
+        if IS_INTEGER:
             parts -= subtracted.to(tl.float32) * sums
     else:
         operands = _split_four(words) + values
         if KIND >= INT4:
-            at_low, at_high = (0xE400 + subtracted) * 0x10001, (0xD400 + 16 * subtracted) * 0x10001
-            operands = operands + others + (at_low, at_high)
+            operands = operands + others
         asm: tl.constexpr = MULTIPLY[KIND]
         if KIND == FP4:
             parts, more = tl.inline_asm_elementwise(
                 asm, REGISTERS_FP4, operands, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
             )
+        elif IS_INTEGER:
+            registers: tl.constexpr = REGISTERS_INT4 if KIND == INT4 else REGISTERS_INT8
+            start = sums.to(tl.int32) * (-16 if KIND == INT4 else -1) * subtracted
+            parts = tl.inline_asm_elementwise(
+                asm, registers, operands + (start,), dtype=tl.int32, is_pure=True, pack=1
+            ).to(tl.float32)
         else:
             registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
             parts = tl.inline_asm_elementwise(
@@ -277,13 +337,11 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
             )
     if KIND == FP4:
         return parts * scale + more * zero
-    if KIND < INT4 and grids[1] is not None:
-        parts -= zero.to(tl.float32) * sums
     if KIND == MXFP4:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    parts *= scale
+    parts *= scale * unit
     if grids[2] is not None:
-        parts += zero * sums
+        parts += zero * (sums * unit)
     return parts
 
 
