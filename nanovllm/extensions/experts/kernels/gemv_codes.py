@@ -167,7 +167,7 @@ def _gemv_codes_kernel(
     if PARTS == 1:
         pdl_wait(OVERLAP)
 
-    column = piece[:, :, :, None] * INPUTS + tl.arange(0, 16)[None, None, None, :]
+    column = piece[:, :, :, None] * INPUTS
     present = is_piece[:, :, :, None]
     its_x = x + (place // SIZES.TOP_K)[:, :, :, None] * x_stride
     share = None

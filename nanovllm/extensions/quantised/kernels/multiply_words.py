@@ -132,16 +132,15 @@ MULTIPLY = tl.constexpr(
 REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 20)
 REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 20)
 REGISTERS_INT8, REGISTERS_INT4 = tl.constexpr("=r" + ",r" * 13), tl.constexpr("=r" + ",r" * 21)
-# Numbers up to 2 become integers of so many steps each: the last bits of a float32 that this is added to.
-STEPS, ROUNDING = tl.constexpr(2.0**13), tl.constexpr(1.5 * 2.0**10)
+STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 
 
 @triton.jit
 def load_inputs(x, norm_weight, share, column, is_there, KIND):
     """
     The inputs that meet pieces of codes, float32 [PIECES, 1, ROWS, 16], times the norm's weights and times a
-    share, unless these are None: `values`, and `others`, which are 16 columns behind, for codes of 4 bits.
-    -> values, others, squares before that.
+    share, unless these are None: `values`, from `column` [PIECES, 1, 1, 1] on, and `others`, which are 16
+    columns behind, for codes of 4 bits. -> values, others, squares before that.
     """
     values, squares = _load_half(x, norm_weight, share, column, is_there)
     others = values
@@ -153,13 +152,24 @@ def load_inputs(x, norm_weight, share, column, is_there, KIND):
 
 @triton.jit
 def _load_half(x, norm_weight, share, column, is_there):
-    values = masked_load(x + column, is_there).to(tl.float32)
+    values = _load_sixteen(x + column, is_there)
     squares = values * values
     if norm_weight is not None:
-        values *= masked_load(norm_weight + column, is_there).to(tl.float32)
+        values *= _load_sixteen(norm_weight + column, is_there)
     if share is not None:
         values *= share
     return values, squares
+
+
+@triton.jit
+def _load_sixteen(address, is_there):
+    """
+    float32 [.., .., .., 16] from each address [.., .., .., 1] on. Loaded by eight, as many as a thread loads
+    at once, they are all in one thread, which need not exchange any.
+    """
+    place = tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    found = masked_load(address[:, :, :, :, None] + place, is_there[:, :, :, :, None])
+    return tl.reshape(found.to(tl.float32), [found.shape[0], found.shape[1], found.shape[2], 16])
 
 
 @triton.jit
@@ -200,33 +210,48 @@ def _halves(values, others, factor, KIND):
 def _integers(values, others, KIND):
     """
     As integers of 14 bits and a sign, as the largest of a piece has them: each piece has its unit [PIECES, 1,
-    ROWS].
+    ROWS], which is infinite if one of the inputs is not finite. The interpreter, which multiplies in float32,
+    does not round them.
     """
-    largest = tl.max(tl.maximum(tl.abs(values), tl.abs(others)), axis=3)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
-    divisor = _power_of_two(-exponent)[:, :, :, None]
-    values, sums = _rounded(values * divisor)
+    largest = _magnitude(values)
     if KIND == INT4:
-        others, more = _rounded(others * divisor)
-        sums += more
-    # Not a number if one of the inputs is not.
-    return values, others, sums, _power_of_two(exponent) / STEPS + 0.0 * sums
+        largest = tl.maximum(largest, _magnitude(others))
+    exponent = tl.maximum((largest >> 23) - 127, -126)
+    divisor = _power_of_two(-exponent)[:, :, :, None]
+    values *= divisor
+    others *= divisor
+    unit = _power_of_two(exponent)
+    if IS_INTERPRETED:
+        sums = tl.sum(values, axis=3)
+        if KIND == INT4:
+            sums += tl.sum(others, axis=3)
+    else:
+        values = _bytes_of(values)
+        if KIND == INT4:
+            others = _bytes_of(others)
+        one = tl.full([1, 1, 1], 0x11111111 if KIND == INT4 else 0x01010101, tl.int32)
+        sums = _sum_integers((one, one, one, one), values, others, one * 0, KIND)
+        unit /= STEPS
+    return values, others, sums, unit
 
 
 @triton.jit
-def _rounded(values):
-    """
-    Numbers up to 2 -> integers, of which a GPU wants the bytes, and their sums. The interpreter, which
-    multiplies in float32, does not round them.
-    """
-    if IS_INTERPRETED:
-        words = values * STEPS
-        sums = tl.sum(words, axis=3)
-    else:
-        moved = values + ROUNDING
-        words = _bytes_of(moved)
-        sums = tl.sum((moved - ROUNDING) * STEPS, axis=3)
-    return words, sums
+def _magnitude(values):
+    """The bits of the largest absolute number along the last axis."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=3)
+
+
+@triton.jit
+def _sum_integers(words, values, others, start, KIND):
+    """Sums of products, int32, and `start`, of which INT4 takes a sixteenth."""
+    operands = words + values
+    if KIND == INT4:
+        operands = operands + others
+    asm: tl.constexpr = MULTIPLY[KIND]
+    registers: tl.constexpr = REGISTERS_INT4 if KIND == INT4 else REGISTERS_INT8
+    return tl.inline_asm_elementwise(
+        asm, registers, operands + (start,), dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -247,14 +272,17 @@ def _pairs_of(values, KIND):
 
 
 @triton.jit
-def _bytes_of(moved):
-    """Numbers beside ROUNDING -> eight int32 [PIECES, 1, ROWS]: the high, then the low bytes of each four."""
+def _bytes_of(values):
+    """
+    float32 [PIECES, 1, ROWS, 16] up to 2, rounded to STEPS each -> eight int32 [PIECES, 1, ROWS]: the high
+    bytes of each four, then the low ones. Beside 2^23 a step is the last bit of float32.
+    """
     asm: tl.constexpr = """{ .reg .b32 first, second;
         prmt.b32 first, $2, $3, 0x5410;
         prmt.b32 second, $4, $5, 0x5410;
         prmt.b32 $0, first, second, 0x7531;
         prmt.b32 $1, first, second, 0x6420; }"""
-    return _words_of(moved, asm)
+    return _words_of(values * STEPS + 1.5 * 2.0**23, asm)
 
 
 @triton.jit
@@ -315,6 +343,9 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
                 parts += more
         if IS_INTEGER:
             parts -= subtracted.to(tl.float32) * sums
+    elif IS_INTEGER:
+        start = sums * (-16 if KIND == INT4 else -1) * subtracted
+        parts = _sum_integers(_split_four(words), values, others, start, KIND).to(tl.float32)
     else:
         operands = _split_four(words) + values
         if KIND >= INT4:
@@ -324,12 +355,6 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
             parts, more = tl.inline_asm_elementwise(
                 asm, REGISTERS_FP4, operands, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
             )
-        elif IS_INTEGER:
-            registers: tl.constexpr = REGISTERS_INT4 if KIND == INT4 else REGISTERS_INT8
-            start = sums.to(tl.int32) * (-16 if KIND == INT4 else -1) * subtracted
-            parts = tl.inline_asm_elementwise(
-                asm, registers, operands + (start,), dtype=tl.int32, is_pure=True, pack=1
-            ).to(tl.float32)
         else:
             registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
             parts = tl.inline_asm_elementwise(
@@ -339,7 +364,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
         return parts * scale + more * zero
     if KIND == MXFP4:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    parts *= scale * unit
+    parts = parts * unit * scale
     if grids[2] is not None:
         parts += zero * (sums * unit)
     return parts

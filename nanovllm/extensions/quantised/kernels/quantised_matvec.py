@@ -150,11 +150,9 @@ def _quantised_matvec_kernel(
 
     row = tl.arange(0, ROWS)
     piece = tl.arange(0, PIECES)[:, None, None, None]
-    # If codes are halves of bytes, of the low ones.
-    its_inputs = piece * INPUTS + tl.arange(0, 16)[None, None, None, :]
     is_there = piece < IN_FEATURES // INPUTS
     x += (row * x_stride)[None, None, :, None]
-    values, others, squares = load_inputs(x, norm_weight, None, its_inputs, is_there, KIND)
+    values, others, squares = load_inputs(x, norm_weight, None, piece * INPUTS, is_there, KIND)
     factor = tl.full([1, ROWS], 1.0, tl.float32)
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
