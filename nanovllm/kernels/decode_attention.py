@@ -80,14 +80,13 @@ def paged_decode_attention(
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    most_tokens, num_warps = 128, 4
-    # A step of the pipeline reads the block table, a later one the tile: it takes 5 until a second tile is
-    # under way while one is multiplied.
-    num_stages = 5 if has_hopper_shared_memory(q.device) else 2
-    # Where latency counts more than bandwidth, tiles are small. And with many columns four warps would
-    # multiply by an instruction that wants its operands elsewhere.
+    most_tokens, num_warps = 128, 2
+    # A step of the pipeline reads the block table, a later one the tile, so it takes more than two until a
+    # tile is under way while one is multiplied.
+    num_stages = 4 if has_hopper_shared_memory(q.device) else 2
+    # Where latency counts more than bandwidth, tiles are small.
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
-        most_tokens, num_warps, num_stages = 64, 2, 3
+        most_tokens, num_stages = 64, 3
     tokens = min(most_tokens, TILE_BYTES // (dim_pad * layout.decode_bytes(q, k_cache)))
     sizes = DecodeSizes(
         kv_heads,

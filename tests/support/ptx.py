@@ -1,4 +1,4 @@
-"""Runs the few instructions of PTX with which kernels turn codes into numbers, where there is no GPU."""
+"""Runs the few instructions of PTX with which kernels read codes and multiply them, where there is no GPU."""
 
 import re
 from collections.abc import Sequence
@@ -29,6 +29,9 @@ def execute(name: str, words: list[int]) -> int:
     if kind == "fma":
         x, factor, added = (pair(word, DTYPES[suffix]) for word in words)
         return word_of((x.double() * factor.double() + added.double()).to(x.dtype))
+    if kind == "dp4a":
+        factors = (bytes_of(word, dtype) for word, dtype in zip(words, name.split(".")[1:], strict=False))
+        return words[2] + sum(a * b for a, b in zip(*factors, strict=True))
     first, *others = words
     match kind:
         case "mov":
@@ -42,10 +45,18 @@ def execute(name: str, words: list[int]) -> int:
         case "shl":
             return first << others[0]
         case "shr":
-            return first >> others[0]
+            return (first - (first >> 31 << 32) if suffix == "s32" else first) >> others[0]
+        case "add":
+            return first + others[0]
         case "prmt":
             return permuted_bytes(first | others[0] << 32, others[1])
     raise NotImplementedError(name)
+
+
+def bytes_of(word: int, dtype: str) -> list[int]:
+    """From the lowest on; s32 says that they are signed."""
+    found = word.to_bytes(4, "little")
+    return [byte - 256 * (byte >> 7) for byte in found] if dtype == "s32" else [*found]
 
 
 def permuted_bytes(data: int, selector: int) -> int:

@@ -3,7 +3,7 @@
 As in test_kernels.py, the Triton kernels run through Triton's interpreter in a child process, and on a GPU.
 """
 
-from collections.abc import Iterator
+import random
 from types import SimpleNamespace
 
 import ptx
@@ -20,6 +20,7 @@ from nanovllm.extensions.quantised.kernels import (
     grouped_fp8,
     grouped_gemm,
     grouped_int4,
+    multiply_words,
     nf4,
     quantised_matvec,
     to_numbers,
@@ -178,44 +179,49 @@ def test_every_code_is_the_same_number_everywhere(device, dtype, kind):
         assert torch.equal(quantised_matvec.quantised_matvec(x[pair], weight), matrix[:, pair].T)
 
 
-def run(assembly: str, word: int) -> dict[str, int]:
-    """What registers hold after the instructions, which are few kinds, where $4 is the word."""
-    registers = {"$4": word}
-
-    def bytes_at(places: int, *table: int) -> Iterator[int]:
-        found = b"".join(each.to_bytes(4, "little") for each in table)
-        for i in range(4):
-            place = places >> 4 * i & 15
-            yield found[place] if place < 8 else 255 * (found[place - 8] >> 7)
-
-    operations = {
-        "mov": lambda a: a,
-        "xor": lambda a, b: a ^ b,
-        "shr": lambda a, b: a >> b,
-        "prmt": lambda a, b, places: int.from_bytes(bytes_at(places, a, b), "little"),
-    }
-    for line in assembly.splitlines()[1:]:
-        name, operands = line.strip(" ;}").split(".b32 ")
-        target, *operands = operands.split(", ")
-        values = [registers[x] if x in registers else int(x, 0) for x in operands]
-        registers[target] = operations[name](*values)
-    return registers
-
-
 @pytest.mark.parametrize("assembly, dtype", [(nf4.TO_BF16, torch.bfloat16), (nf4.TO_F16, torch.float16)])
 @pytest.mark.parametrize("table, expected", [(0, nf4.NUMBERS), (1, nf4.FP4_NUMBERS)])
 def test_the_instructions_that_look_numbers_up_find_these(assembly, dtype, table, expected):
     expected = torch.tensor(expected).to(dtype)
     for low in range(16):
         codes = [(low + 3 * i) % 16 for i in range(8)]  # low and high halves of four bytes in turn
-        found = run(assembly.value[table], sum(code << 4 * i for i, code in enumerate(codes)))
-        words = [found[f"${i}"] for i in (0, 1, 2, 3)]
+        words = ptx.run(assembly.value[table], 4, [sum(code << 4 * i for i, code in enumerate(codes))])
         numbers = torch.tensor([x >> shift & 0xFFFF for x in words for shift in (0, 16)], dtype=torch.int32)
         numbers = numbers.to(torch.int16).view(dtype).float()
         is_exact = numbers == expected[codes[::2] + codes[1::2]].float()
         if dtype == torch.float16:  # of nf4 the next smaller one
             is_exact |= (numbers == 1151 / 2048) & (expected[codes[::2] + codes[1::2]] == 1152 / 2048)
         assert is_exact.all(), codes
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3], ids=["int8", "int4", "mxfp4"])
+def test_the_instructions_that_multiply_integers_add_up_their_products(kind):
+    """Of 16 bytes of codes; high and low bytes of inputs of 15 bits are operands of their own."""
+    rng = random.Random(kind)
+    extremes = (2**14, -(2**14), -1, 0)
+    for _ in range(20):
+        data = rng.randbytes(16)
+        inputs = [rng.choice([*extremes, rng.randrange(-(2**14), 2**14)]) for _ in range(32)]
+        words = [int.from_bytes(data[i : i + 4], "little") for i in range(0, 16, 4)]
+        codes, groups = (
+            [byte & 15 for byte in data] + [byte >> 4 for byte in data],
+            [inputs[:16], inputs[16:]],
+        )
+        start = 1000
+        if kind == 1:
+            codes, groups = [byte - 256 * (byte >> 7) for byte in data], groups[:1]
+        if kind == 2:  # where the high halves stand, they are 16 times as large
+            start *= 16
+        if kind == 3:  # both halves of two bytes meet at once
+            codes = [int(2 * nf4.E2M1[code]) + 12 for code in codes]
+            in_turn = [inputs[i // 2 + i % 2 * 16] for i in range(32)]
+            groups = [[x for i in (0, 8, 16, 24) for x in in_turn[i + half :][:4]] for half in (0, 4)]
+        for group in groups:
+            for shift in (8, 0):
+                byte = bytes(x >> shift & 255 for x in group)
+                words += [int.from_bytes(byte[i : i + 4], "little") for i in range(0, 16, 4)]
+        expected = 1000 + sum(code * x for code, x in zip(codes, inputs, strict=False))
+        assert ptx.run(multiply_words.MULTIPLY.value[kind], 1, [*words, start]) == [expected & 0xFFFFFFFF]
 
 
 @on_devices

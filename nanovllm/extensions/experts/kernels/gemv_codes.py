@@ -1,8 +1,8 @@
 """The experts' networks for one to four tokens, from weights that are codes of 8 or 4 bits.
 
 As in quantised_matvec.py a program keeps its input in registers and goes through many rows of a weight, whose
-codes are multiplied as pairs of float16. The input of the first product is a token's, of the second what all
-its experts have made of it, one behind the other: each piece of it meets its own expert's weight.
+codes are multiplied as multiply_words.py says. The input of the first product is a token's, of the second
+what all its experts have made of it, one behind the other: each piece of it meets its own expert's weight.
 """
 
 from typing import NamedTuple

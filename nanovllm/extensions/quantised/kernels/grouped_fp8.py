@@ -27,12 +27,12 @@ from nanovllm.kernels.runtime import has_hopper_shared_memory, masked_load, num_
 # that a start compiles one way only.
 FP8_TILES = {
     8: Tile(16, 4, BLOCK_N=64),
-    24: Tile(32, 3),
+    24: Tile(32, 3, BLOCK_N=64),
     48: Tile(64, 4),
-    1 << 30: Tile(256, 3, WARPS=8),
+    1 << 30: Tile(128, 3),
 }
 # Scales of blocks are applied to sums besides, for which larger tiles leave no registers.
-FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 1 << 30: Tile(64, 4)}
+FP8_BLOCK_TILES = {**FP8_TILES, 8: Tile(16, 3), 24: Tile(32, 3), 1 << 30: Tile(64, 4)}
 # Of layers without experts, by the most rows. With a scale for each block, BLOCK_K is a block's inputs.
 LINEAR_TILES = {
     16: Tile(16, 6, BLOCK_N=64, BLOCK_K=256),

@@ -1,16 +1,16 @@
 """Sums of products of 16 bytes of a quantised weight and the inputs that they meet, in few instructions.
 
-Codes in floating point become float16, two at a time, which is exact, and are multiplied and added so. Codes
-that are integers are multiplied as they are, four at a time, by inputs that have become integers of 15 bits
-for that, and their sums are exact. Triton has none of these operations, so a GPU computes them in assembly
-language; the interpreter does the same in float32.
+Codes that are integers, as twice the numbers of MXFP4 are, are multiplied as such, four at a time, by inputs
+that have become integers of 15 bits for that, and their sums are exact. Other codes become float16, two at a
+time, which is exact, and are multiplied and added so. Triton has none of these operations, so a GPU computes
+them in assembly language; the interpreter does the same in float32.
 """
 
 from string import Template
 
 import torch
 
-from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, bytes_of
+from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FIND_BYTE, FP4_NUMBERS, NUMBERS, bytes_of
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4,
     INT4,
@@ -41,16 +41,18 @@ def _assembly(begin: str, word: str, sums: str = "sum") -> str:
     return "\n".join([*lines, "}"])
 
 
-def _dot_products(codes: str, kind: str, first: int) -> str:
+def _dot_products(kind: str, *steps: tuple[str, int]) -> str:
     """
-    Adds the products of each four `codes`, of this kind, that are taken out of a word $w, and their inputs:
-    their high bytes stand from operand `first` on, their low ones behind them.
+    For each of four words $w and each step: takes four `codes`, of this kind, out of the word, and adds their
+    products with inputs, whose high bytes stand in the operands from the step's second on, and their low
+    bytes behind them.
     """
     lines = []
     for i in range(4):
-        lines.append(Template(codes).substitute(w=f"${1 + i}"))
-        lines.append(f"dp4a.{kind}.s32 high, codes, ${first + i}, high;")
-        lines.append(f"dp4a.{kind}.u32 low, codes, ${first + 4 + i}, low;")
+        for codes, first in steps:
+            lines.append(Template(codes).substitute(w=f"${1 + i}"))
+            lines.append(f"dp4a.{kind}.s32 high, codes, ${first + i}, high;")
+            lines.append(f"dp4a.{kind}.u32 low, codes, ${first + 4 + i}, low;")
     return "\n".join(lines)
 
 
@@ -64,45 +66,30 @@ MULTIPLY_FP8 = _assembly(
 )
 # What the last operand holds is added to the sum; of INT4, a sixteenth of it: high halves are multiplied
 # where they stand.
-BEGIN_INTEGERS = "{ .reg .b32 codes, high, low; mov.b32 high, 0; mov.b32 low, "
+BEGIN_INTEGERS = "{ .reg .b32 codes, high, low, place, opposite, other; mov.b32 high, 0; mov.b32 low, "
 END_INTEGERS = "shl.b32 high, high, 8; add.s32 $0, high, low; }"
 MULTIPLY_INT8 = f"""{BEGIN_INTEGERS}$13;
-    {_dot_products("mov.b32 codes, $w;", "s32", 5)}
+    {_dot_products("s32", ("mov.b32 codes, $w;", 5))}
     {END_INTEGERS}"""
 MULTIPLY_INT4 = f"""{BEGIN_INTEGERS}$21;
-    {_dot_products("and.b32 codes, $w, 0xf0f0f0f0;", "u32", 13)}
+    {_dot_products("u32", ("and.b32 codes, $w, 0xf0f0f0f0;", 13))}
     shr.s32 high, high, 4;
     shr.s32 low, low, 4;
-    {_dot_products("and.b32 codes, $w, 0x0f0f0f0f;", "u32", 5)}
+    {_dot_products("u32", ("and.b32 codes, $w, 0x0f0f0f0f;", 5))}
     {END_INTEGERS}"""
-# The bits of a half, placed where float16 has them, are 2^-14 times its number: those of bytes 0 and 2, and
-# of bytes 1 and 3, first their low halves and then the high ones.
-MULTIPLY_MXFP4 = _assembly(
-    ".reg .b32 bits, sign;",
-    """shl.b32 bits, $w, 9;
-    and.b32 bits, bits, 0x0e000e00;
-    shl.b32 sign, $w, 12;
-    and.b32 sign, sign, 0x80008000;
-    or.b32 code, bits, sign;
-    fma.rn.f16x2 sum, code, $a, sum;
-    shl.b32 bits, $w, 1;
-    and.b32 bits, bits, 0x0e000e00;
-    shl.b32 sign, $w, 4;
-    and.b32 sign, sign, 0x80008000;
-    or.b32 code, bits, sign;
-    fma.rn.f16x2 sum, code, $b, sum;
-    shl.b32 bits, $w, 5;
-    and.b32 bits, bits, 0x0e000e00;
-    shl.b32 sign, $w, 8;
-    and.b32 sign, sign, 0x80008000;
-    or.b32 code, bits, sign;
-    fma.rn.f16x2 sum, code, $c, sum;
-    shr.b32 bits, $w, 3;
-    and.b32 bits, bits, 0x0e000e00;
-    and.b32 sign, $w, 0x80008000;
-    or.b32 code, bits, sign;
-    fma.rn.f16x2 sum, code, $d, sum;""",
-)
+# Twice the numbers, and 12 more: integers from 0 to 24.
+TABLE = [int(2 * number) + 12 for number in E2M1]
+WORDS = [int.from_bytes(bytes(TABLE[i : i + 4]), "little") for i in range(0, 16, 4)]
+FIND_CODES = FIND_BYTE.format("codes", *WORDS)
+MULTIPLY_MXFP4 = f"""{BEGIN_INTEGERS}$21;
+    {
+    _dot_products(
+        "u32",
+        (f"mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;{FIND_CODES}", 5),
+        (f"shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;{FIND_CODES}", 13),
+    )
+}
+    {END_INTEGERS}"""
 
 
 def _look_up_and_multiply(numbers: list[float], high: str) -> str:
@@ -175,11 +162,13 @@ def _load_sixteen(address, is_there):
 @triton.jit
 def prepare_inputs(values, others, factor, KIND):
     """
-    -> what `multiply_pieces` wants of the inputs: `values` and `others`; their sums, as they are multiplied;
-    and the unit of each piece. And the factor of its results, times what all inputs are divided by.
+    -> what `multiply_pieces` wants of the inputs: `values` and `others`; what the codes' zero is multiplied
+    by; and the unit of each piece. And the factor of its results, times what all inputs are divided by.
     """
-    if KIND >= INT8 and KIND <= INT4:
+    if KIND >= INT8 and KIND <= MXFP4:
         inputs = _integers(values, others, KIND)
+        if not IS_INTERPRETED:
+            factor /= 2 * STEPS if KIND == MXFP4 else STEPS
     else:
         inputs, factor = _halves(values, others, factor, KIND)
     return inputs, factor
@@ -189,20 +178,16 @@ def prepare_inputs(values, others, factor, KIND):
 def _halves(values, others, factor, KIND):
     """
     In float16, divided by a power of two for each row, so that the largest becomes 4 to 8, and no sum of 16
-    products with codes up to 448 leaves its range. Codes of MXFP4 come 2^14 times too small; there it becomes
-    2^10 times as large. The interpreter multiplies in float32, where any range will do.
+    products with codes up to 448 leaves its range. The interpreter multiplies in float32, where any will do.
     """
     if not IS_INTERPRETED:
-        LARGEST: tl.constexpr = 139 if KIND == MXFP4 else 129
         largest = tl.max(tl.max(tl.maximum(tl.abs(values), tl.abs(others)), axis=3), axis=0)  # [1, ROWS]
-        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - LARGEST, -126)
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 129, -126)
         factor *= _power_of_two(exponent)
-        if KIND == MXFP4:
-            factor *= 16384.0
         divisor = _power_of_two(-exponent)[None, :, :, None]
-        values = _pairs_of(values * divisor, KIND)
+        values = _pairs_of(values * divisor)
         if KIND >= INT4:
-            others = _pairs_of(others * divisor, KIND)
+            others = _pairs_of(others * divisor)
     return (values, others, 0.0, 1.0), factor
 
 
@@ -214,25 +199,31 @@ def _integers(values, others, KIND):
     does not round them.
     """
     largest = _magnitude(values)
-    if KIND == INT4:
+    if KIND >= INT4:
         largest = tl.maximum(largest, _magnitude(others))
     exponent = tl.maximum((largest >> 23) - 127, -126)
     divisor = _power_of_two(-exponent)[:, :, :, None]
     values *= divisor
     others *= divisor
-    unit = _power_of_two(exponent)
     if IS_INTERPRETED:
         sums = tl.sum(values, axis=3)
         if KIND == INT4:
             sums += tl.sum(others, axis=3)
     else:
-        values = _bytes_of(values)
-        if KIND == INT4:
-            others = _bytes_of(others)
-        one = tl.full([1, 1, 1], 0x11111111 if KIND == INT4 else 0x01010101, tl.int32)
-        sums = _sum_integers((one, one, one, one), values, others, one * 0, KIND)
-        unit /= STEPS
-    return values, others, sums, unit
+        first = _integers_of(values)
+        second = _integers_of(others)
+        if KIND == MXFP4:  # codes of both halves of two bytes are taken at once
+            a, b, c, d = first
+            e, f, g, h = second
+            first = a, e, b, f
+            second = c, g, d, h
+        values = _bytes_of(first)
+        others = _bytes_of(second) if KIND >= INT4 else values
+        # A word of codes that are 1; of MXFP4 of those that stand for 0.
+        WORD: tl.constexpr = (0x01010101, 0x11111111, 0)[KIND - INT8]
+        word = tl.full([1, 1, 1], WORD, tl.int32)
+        sums = _sum_integers((word, word, word, word), values, others, tl.zeros_like(word), KIND)
+    return values, others, sums, _power_of_two(exponent)
 
 
 @triton.jit
@@ -245,10 +236,10 @@ def _magnitude(values):
 def _sum_integers(words, values, others, start, KIND):
     """Sums of products, int32, and `start`, of which INT4 takes a sixteenth."""
     operands = words + values
-    if KIND == INT4:
+    if KIND >= INT4:
         operands = operands + others
     asm: tl.constexpr = MULTIPLY[KIND]
-    registers: tl.constexpr = REGISTERS_INT4 if KIND == INT4 else REGISTERS_INT8
+    registers: tl.constexpr = REGISTERS_INT4 if KIND >= INT4 else REGISTERS_INT8
     return tl.inline_asm_elementwise(
         asm, registers, operands + (start,), dtype=tl.int32, is_pure=True, pack=1
     )
@@ -261,40 +252,48 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _pairs_of(values, KIND):
+def _pairs_of(values):
     """
     float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
-    then the second one of each four inputs. They are neighbours, or for MXFP4 every other input.
+    then the second one of each four inputs.
     """
     asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
-    every_other: tl.constexpr = "cvt.rn.f16x2.f32 $0, $4, $2; cvt.rn.f16x2.f32 $1, $5, $3;"
-    return _words_of(values, every_other if KIND == MXFP4 else asm)
+    return _words_of(_fours_of(values), asm)
 
 
 @triton.jit
-def _bytes_of(values):
+def _integers_of(values):
     """
-    float32 [PIECES, 1, ROWS, 16] up to 2, rounded to STEPS each -> eight int32 [PIECES, 1, ROWS]: the high
-    bytes of each four, then the low ones. Beside 2^23 a step is the last bit of float32.
+    float32 [PIECES, 1, ROWS, 16] up to 2 -> the fours, rounded to integers, STEPS for 1, which stand in the
+    last bits: beside 2^23 such a step is the last bit of float32.
     """
+    return _fours_of(values * STEPS + 1.5 * 2.0**23)
+
+
+@triton.jit
+def _bytes_of(integers):
+    """Four [PIECES, ROWS, 4] -> eight int32 [PIECES, 1, ROWS]: high bytes of each four, and then low ones."""
     asm: tl.constexpr = """{ .reg .b32 first, second;
         prmt.b32 first, $2, $3, 0x5410;
         prmt.b32 second, $4, $5, 0x5410;
         prmt.b32 $0, first, second, 0x7531;
         prmt.b32 $1, first, second, 0x6420; }"""
-    return _words_of(values * STEPS + 1.5 * 2.0**23, asm)
+    return _words_of(integers, asm)
 
 
 @triton.jit
-def _words_of(values, ASM: tl.constexpr):
-    """float32 [PIECES, 1, ROWS, 16] -> what becomes of each four: the first int32 four times, the second."""
-    PIECES: tl.constexpr = values.shape[0]
-    ROWS: tl.constexpr = values.shape[2]
-    numbers = _split_four(tl.reshape(values, [PIECES, ROWS, 4, 4]))
+def _fours_of(values):
+    """[PIECES, 1, ROWS, 16] -> the first of each four numbers, the second, third and fourth ones."""
+    return _split_four(tl.reshape(values, [values.shape[0], values.shape[2], 4, 4]))
+
+
+@triton.jit
+def _words_of(numbers, ASM: tl.constexpr):
+    """What becomes of each four float32: the first int32 [PIECES, 1, ROWS] of all fours, then the second."""
     first, second = tl.inline_asm_elementwise(
         ASM, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-    shape: tl.constexpr = [PIECES, 1, ROWS, 4]
+    shape: tl.constexpr = [first.shape[0], 1, first.shape[1], 4]
     return _split_four(tl.reshape(first, shape)) + _split_four(tl.reshape(second, shape))
 
 
@@ -333,15 +332,17 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
     the low halves of bytes, `others` meet high halves, whose scale FP4 has in place of an offset.
     """
     values, others, sums, unit = inputs
-    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= INT4
-    subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
+    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= MXFP4
+    # The zero that codes stand above their number, of MXFP4 already in `sums`.
+    zero_point: tl.constexpr = 1 if KIND == MXFP4 else ZERO_POINT
+    subtracted = tl.full([1, 1, 1], zero_point, tl.int32) if grids[1] is None else zero.to(tl.int32)
     if IS_INTERPRETED:
         parts = _multiply_by_arithmetic(words, values, KIND, 0)
         if KIND >= INT4:
             more = _multiply_by_arithmetic(words, others, KIND, 4)
             if KIND != FP4:
                 parts += more
-        if IS_INTEGER:
+        if IS_INTEGER and KIND != MXFP4:
             parts -= subtracted.to(tl.float32) * sums
     elif IS_INTEGER:
         start = sums * (-16 if KIND == INT4 else -1) * subtracted

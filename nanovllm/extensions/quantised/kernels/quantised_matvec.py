@@ -2,9 +2,8 @@
 
 Quantised gemv is instruction-bound, as its weight has fewer bytes, which must be converted: what counts is
 the number of instructions a weight. So each program keeps its input in registers and goes through many rows
-of the weight; the next rows are on their way while one is multiplied. Pieces of 16 bytes are multiplied in
-float16, see multiply_words.py: the input is brought into its range by a power of two. Scales and all further
-sums are float32.
+of the weight; the next rows are on their way while one is multiplied. Pieces of 16 bytes are multiplied as
+integers or in float16, see multiply_words.py. Scales and all further sums are float32.
 """
 
 from collections.abc import Sequence
@@ -37,10 +36,12 @@ from nanovllm.kernels.runtime import (
 )
 
 MAX_ROWS = 2
-INPUTS_PER_THREAD = 64  # of a row, kept in registers
+INPUTS_PER_THREAD = 64  # of a row, kept in registers; half as many beside codes of 4 bits
 MAX_WARPS = 16
 WARPS_PER_MULTIPROCESSOR = 16
-HEIGHT = 4  # rows of a weight of 4 bits that a program multiplies at once, for one row of x
+HEIGHT = (
+    2  # rows of a weight that a program multiplies at once, for one row of x; of 4 bits four times as many
+)
 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -111,10 +112,11 @@ def matvec_sizes(
     How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
     each of them multiplies at once.
     """
-    inputs = PIECE_BYTES * weight.codes_per_byte  # of a piece
+    per_byte = weight.codes_per_byte
+    inputs = PIECE_BYTES * per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
-    num_warps = max(1, min(pieces * inputs * rows // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = max(HEIGHT * weight.codes_per_byte // (2 * rows), least_height)
+    num_warps = max(1, min(pieces * inputs * rows * per_byte // (32 * INPUTS_PER_THREAD), MAX_WARPS))
+    height = max(HEIGHT * per_byte**2 // rows, least_height)
     tiles = cdiv(out_features, height)
     most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
