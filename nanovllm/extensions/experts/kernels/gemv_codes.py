@@ -97,11 +97,10 @@ def _launch(
     owners, out_features = operands.out.shape
     in_features, residual = weight.shape[1], operands.residual
     shape = members * in_features, parts * out_features
-    programs, options = matvec_sizes(weight, *shape, x.device, owners=owners)
+    programs, at_once, options = matvec_sizes(weight, *shape, x.device, owners=owners)
     bricks = (BRICK_ROWS, BRICK_PIECES) if weight.is_in_bricks else (1, 1)
-    num_warps = options.pop("num_warps")
     members = members, next_power_of_2(members)
-    sizes = GemvSizes(in_features, out_features, parts, is_clamped, top_k, *members, *bricks, **options)
+    sizes = GemvSizes(in_features, out_features, parts, is_clamped, top_k, *members, *bricks, **at_once)
     _gemv_codes_kernel[(programs, owners)](
         x,
         weight.tensors(torch.int32),
@@ -111,7 +110,7 @@ def _launch(
         residual.stride(0) if residual is not None else 0,
         **weight.constants,
         SIZES=sizes,
-        num_warps=num_warps,
+        **options,
         **overlap_options(x.device),
     )
 

@@ -125,38 +125,36 @@ STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 @triton.jit
 def load_inputs(x, norm_weight, share, column, is_there, KIND):
     """
-    The inputs that meet pieces of codes, float32 [PIECES, 1, ROWS, 16], times the norm's weights and times a
-    share, unless these are None: `values`, from `column` [PIECES, 1, 1, 1] on, and `others`, which are 16
-    columns behind, for codes of 4 bits. -> values, others, squares before that.
+    The inputs that meet pieces of codes, times the norm's weights and times a share, unless these are None:
+    `values`, from `column` [PIECES, 1, 1, 1] on, and `others`, which are 16 columns behind, for codes of 4
+    bits. Either are sixteen, in two float32 [PIECES, 1, ROWS, 8]: as many as a thread loads at once, so that
+    threads need not exchange any. -> values, others, squares before that.
     """
-    values, squares = _load_half(x, norm_weight, share, column, is_there)
+    values, squares = _load_sixteen(x, norm_weight, share, column, is_there)
     others = values
     if KIND >= INT4:
-        others, more = _load_half(x, norm_weight, share, column + 16, is_there)
+        others, more = _load_sixteen(x, norm_weight, share, column + 16, is_there)
         squares += more
     return values, others, squares
 
 
 @triton.jit
-def _load_half(x, norm_weight, share, column, is_there):
-    values = _load_sixteen(x + column, is_there)
-    squares = values * values
-    if norm_weight is not None:
-        values *= _load_sixteen(norm_weight + column, is_there)
-    if share is not None:
-        values *= share
-    return values, squares
+def _load_sixteen(x, norm_weight, share, column, is_there):
+    first, squares = _load_eight(x, norm_weight, share, column, is_there)
+    second, more = _load_eight(x, norm_weight, share, column + 8, is_there)
+    return (first, second), squares + more
 
 
 @triton.jit
-def _load_sixteen(address, is_there):
-    """
-    float32 [.., .., .., 16] from each address [.., .., .., 1] on. Loaded by eight, as many as a thread loads
-    at once, they are all in one thread, which need not exchange any.
-    """
-    place = tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    found = masked_load(address[:, :, :, :, None] + place, is_there[:, :, :, :, None])
-    return tl.reshape(found.to(tl.float32), [found.shape[0], found.shape[1], found.shape[2], 16])
+def _load_eight(x, norm_weight, share, column, is_there):
+    column += tl.arange(0, 8)[None, None, None, :]
+    values = masked_load(x + column, is_there).to(tl.float32)
+    squares = values * values
+    if norm_weight is not None:
+        values *= masked_load(norm_weight + column, is_there).to(tl.float32)
+    if share is not None:
+        values *= share
+    return values, squares
 
 
 @triton.jit
@@ -180,14 +178,19 @@ def _halves(values, others, factor, KIND):
     In float16, divided by a power of two for each row, so that the largest becomes 4 to 8, and no sum of 16
     products with codes up to 448 leaves its range. The interpreter multiplies in float32, where any will do.
     """
-    if not IS_INTERPRETED:
-        largest = tl.max(tl.max(tl.maximum(tl.abs(values), tl.abs(others)), axis=3), axis=0)  # [1, ROWS]
+    if IS_INTERPRETED:
+        values, others = _joined(values), _joined(others)
+    else:
+        largest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
+        if KIND >= INT4:
+            largest = tl.maximum(largest, tl.maximum(tl.abs(others[0]), tl.abs(others[1])))
+        largest = tl.max(tl.max(largest, axis=3), axis=0)  # [1, ROWS]
         exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 129, -126)
         factor *= _power_of_two(exponent)
         divisor = _power_of_two(-exponent)[None, :, :, None]
-        values = _pairs_of(values * divisor)
+        values = _pairs_of(values[0] * divisor, values[1] * divisor)
         if KIND >= INT4:
-            others = _pairs_of(others * divisor)
+            others = _pairs_of(others[0] * divisor, others[1] * divisor)
     return (values, others, 0.0, 1.0), factor
 
 
@@ -203,22 +206,21 @@ def _integers(values, others, KIND):
         largest = tl.maximum(largest, _magnitude(others))
     exponent = tl.maximum((largest >> 23) - 127, -126)
     divisor = _power_of_two(-exponent)[:, :, :, None]
-    values *= divisor
-    others *= divisor
     if IS_INTERPRETED:
+        values, others = _joined(values) * divisor, _joined(others) * divisor
         sums = tl.sum(values, axis=3)
         if KIND == INT4:
             sums += tl.sum(others, axis=3)
     else:
-        first = _integers_of(values)
-        second = _integers_of(others)
+        v, w = _integers_of(values[0] * divisor), _integers_of(values[1] * divisor)
+        if KIND >= INT4:
+            o, p = _integers_of(others[0] * divisor), _integers_of(others[1] * divisor)
         if KIND == MXFP4:  # codes of both halves of two bytes are taken at once
-            a, b, c, d = first
-            e, f, g, h = second
-            first = a, e, b, f
-            second = c, g, d, h
-        values = _bytes_of(first)
-        others = _bytes_of(second) if KIND >= INT4 else values
+            values = _bytes_of((v[0], o[0], v[1], o[1]), (w[0], p[0], w[1], p[1]))
+            others = _bytes_of((v[2], o[2], v[3], o[3]), (w[2], p[2], w[3], p[3]))
+        else:
+            values = _bytes_of(v, w)
+            others = _bytes_of(o, p) if KIND == INT4 else values
         # A word of codes that are 1; of MXFP4 of those that stand for 0.
         WORD: tl.constexpr = (0x01010101, 0x11111111, 0)[KIND - INT8]
         word = tl.full([1, 1, 1], WORD, tl.int32)
@@ -228,8 +230,17 @@ def _integers(values, others, KIND):
 
 @triton.jit
 def _magnitude(values):
-    """The bits of the largest absolute number along the last axis."""
-    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=3)
+    """The bits of the largest absolute number of each sixteen, int32 [PIECES, 1, ROWS]; NaN is above all."""
+    first = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    second = values[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.maximum(first, second), axis=3)
+
+
+@triton.jit
+def _joined(values):
+    """Two [.., .., .., 8] -> [.., .., .., 16], for the interpreter."""
+    both = tl.permute(tl.join(values[0], values[1]), [0, 1, 2, 4, 3])
+    return tl.reshape(both, [both.shape[0], both.shape[1], both.shape[2], 16])
 
 
 @triton.jit
@@ -252,49 +263,56 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _pairs_of(values):
+def _pairs_of(first, second):
     """
-    float32 [PIECES, 1, ROWS, 16] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
+    Two float32 [PIECES, 1, ROWS, 8] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
     then the second one of each four inputs.
     """
     asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
-    return _words_of(_fours_of(values), asm)
+    return _words_of(_fours_of(first), _fours_of(second), asm)
 
 
 @triton.jit
 def _integers_of(values):
     """
-    float32 [PIECES, 1, ROWS, 16] up to 2 -> the fours, rounded to integers, STEPS for 1, which stand in the
+    float32 [PIECES, 1, ROWS, 8] up to 2 -> the fours, rounded to integers, STEPS for 1, which stand in the
     last bits: beside 2^23 such a step is the last bit of float32.
     """
     return _fours_of(values * STEPS + 1.5 * 2.0**23)
 
 
 @triton.jit
-def _bytes_of(integers):
-    """Four [PIECES, ROWS, 4] -> eight int32 [PIECES, 1, ROWS]: high bytes of each four, and then low ones."""
+def _bytes_of(first, second):
+    """Twice four [PIECES, ROWS, 2] -> eight int32 [PIECES, 1, ROWS]: high bytes of fours, then low ones."""
     asm: tl.constexpr = """{ .reg .b32 first, second;
         prmt.b32 first, $2, $3, 0x5410;
         prmt.b32 second, $4, $5, 0x5410;
         prmt.b32 $0, first, second, 0x7531;
         prmt.b32 $1, first, second, 0x6420; }"""
-    return _words_of(integers, asm)
+    return _words_of(first, second, asm)
 
 
 @triton.jit
 def _fours_of(values):
-    """[PIECES, 1, ROWS, 16] -> the first of each four numbers, the second, third and fourth ones."""
-    return _split_four(tl.reshape(values, [values.shape[0], values.shape[2], 4, 4]))
+    """[PIECES, 1, ROWS, 8] -> the first of each four numbers, the second, third and fourth ones."""
+    return _split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4]))
 
 
 @triton.jit
-def _words_of(numbers, ASM: tl.constexpr):
-    """What becomes of each four float32: the first int32 [PIECES, 1, ROWS] of all fours, then the second."""
+def _words_of(first, second, ASM: tl.constexpr):
+    """What becomes of each of four fours: the first int32 [PIECES, 1, ROWS] of all, then the second."""
+    a, b = _two_words_of(first, ASM)
+    c, d = _two_words_of(second, ASM)
+    return a + c + b + d
+
+
+@triton.jit
+def _two_words_of(numbers, ASM: tl.constexpr):
     first, second = tl.inline_asm_elementwise(
         ASM, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-    shape: tl.constexpr = [first.shape[0], 1, first.shape[1], 4]
-    return _split_four(tl.reshape(first, shape)) + _split_four(tl.reshape(second, shape))
+    shape: tl.constexpr = [first.shape[0], 1, first.shape[1], 2]
+    return tl.split(tl.reshape(first, shape)), tl.split(tl.reshape(second, shape))
 
 
 @triton.jit

@@ -36,12 +36,11 @@ from nanovllm.kernels.runtime import (
 )
 
 MAX_ROWS = 2
-INPUTS_PER_THREAD = 64  # of a row, kept in registers; half as many beside codes of 4 bits
+INPUTS_PER_THREAD = 64  # of a row, kept in registers
 MAX_WARPS = 16
 WARPS_PER_MULTIPROCESSOR = 16
-HEIGHT = (
-    2  # rows of a weight that a program multiplies at once, for one row of x; of 4 bits four times as many
-)
+REGISTERS = 1 << 16  # of a multiprocessor
+HEIGHT = 2  # rows of a weight that a program multiplies at once, for one row of x
 
 
 def can_use_quantised_matvec(x: Tensor, weight: QuantisedWeight) -> bool:
@@ -67,13 +66,14 @@ def quantised_matvec(
     assert residual is None or not silu_and_mul
     (rows, in_features), out_features = x.shape, weight.shape[0]
     parts = 1 + silu_and_mul
-    programs, sizes = matvec_sizes(weight, in_features, out_features, x.device, rows, least_height=parts)
+    shape = in_features, out_features
+    programs, sizes, options = matvec_sizes(weight, *shape, x.device, rows, least_height=parts)
     out = torch.empty(rows, out_features // parts, dtype=x.dtype, device=x.device)
     _quantised_matvec_kernel[(programs,)](
         x, weight.tensors(torch.int32), bias, norm_weight, residual, out,
         eps, x.stride(0), residual.stride(0) if residual is not None else 0, out_features,
         **weight.constants, IN_FEATURES=in_features, ROWS=rows, PARTS=parts, **sizes,
-        **overlap_options(x.device),
+        **options, **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -107,20 +107,25 @@ def matvec_sizes(
     rows: int = 1,
     owners: int = 1,
     least_height: int = 1,
-) -> tuple[int, dict[str, int]]:
+) -> tuple[int, dict[str, int], dict[str, int | None]]:
     """
-    How many programs multiply rows of x of this width, for each of so many owners of a result, and how much
-    each of them multiplies at once.
+    How many programs multiply rows of x of this width, for each of so many owners of a result; how much each
+    of them multiplies at once; and options of the launch.
     """
-    per_byte = weight.codes_per_byte
+    per_byte, its_inputs, height, registers = weight.codes_per_byte, INPUTS_PER_THREAD, HEIGHT, None
+    if weight.is_mxfp4:
+        # Looking codes up takes registers, too, in which all warps must find room.
+        height, registers = 2 * height, REGISTERS // (32 * WARPS_PER_MULTIPROCESSOR)
+    elif per_byte == 2:
+        its_inputs, height = its_inputs // 2, 4 * height
     inputs = PIECE_BYTES * per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
-    num_warps = max(1, min(pieces * inputs * rows * per_byte // (32 * INPUTS_PER_THREAD), MAX_WARPS))
-    height = max(HEIGHT * per_byte**2 // rows, least_height)
+    num_warps = max(1, min(pieces * inputs * rows // (32 * its_inputs), MAX_WARPS))
+    height = max(height // rows, least_height)
     tiles = cdiv(out_features, height)
     most = max(1, num_multiprocessors(device) * WARPS_PER_MULTIPROCESSOR // (num_warps * owners))
     programs = cdiv(tiles, cdiv(tiles, most))  # each has about as many tiles
-    return programs, {"HEIGHT": height, "PIECES": pieces, "num_warps": num_warps}
+    return programs, {"HEIGHT": height, "PIECES": pieces}, {"num_warps": num_warps, "maxnreg": registers}
 
 
 @triton.jit
