@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from desktop_gpu import SHARED_MEMORY, shared_memory_of
+from compiled_kernels import SHARED_MEMORY, shared_memory_of
 from extension_kernels import CACHES
 from kernel_checks import (
     GPU,

@@ -10,7 +10,7 @@ import ptx
 import pytest
 import torch
 import torch.nn.functional as F
-from desktop_gpu import SHARED_MEMORY, shared_memory_of
+from compiled_kernels import SHARED_MEMORY, run_compiled, shared_memory_of
 from kernel_checks import assert_passes_in_the_interpreter, error
 from quantised_weights import FORMATS, in_order, make_weight
 
@@ -247,6 +247,67 @@ def test_matrix_vector_products_are_right(device, dtype, name, shape, rows):
     gate, up = (wide @ matrix.T).chunk(2, dim=-1)
     got = quantised_matvec.quantised_matvec(x, weight, None, norm, EPS, silu_and_mul=True)
     assert error(got, F.silu(gate) * up) < 2 * tolerance
+
+
+COMPILED_GEMV = """
+import torch.nn.functional as F
+from kernel_checks import error
+from quantised_weights import make_weight
+from nanovllm.extensions.experts.kernels import gemv_codes
+from nanovllm.extensions.experts.kernels.experts import ExpertWeights
+from nanovllm.extensions.experts.kernels.moe import run_experts_torch
+from nanovllm.extensions.experts.kernels.router import Chosen
+from nanovllm.extensions.quantised.kernels.quantised_matvec import quantised_matvec
+from nanovllm.extensions.quantised.kernels import quantised_weight
+from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight, dequantise_torch
+
+def rand(*shape):
+    return torch.randn(shape).bfloat16()
+
+def normalised(x, norm):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+
+EPS = 1e-5
+names = ("fp8, a scale a row", "int8, groups of 32 with offsets", "int4, groups of 32",
+         "int4, groups of 64 with zeros", "nf4", "fp4, groups of 16")
+for name in names:
+    for rows, shape in (1, (16, 128)), (2, (24, 1024)):  # less than a thread's inputs, and more
+        weight, x, norm = make_weight(name, shape, "cpu"), rand(rows, shape[1]), rand(shape[1])
+        matrix = dequantise_torch(weight, slice(0, shape[0]), torch.float64)
+        residual = rand(rows, shape[0])
+        got = quantised_matvec(x, weight, residual=residual)
+        assert error(got, x.double() @ matrix.T + residual) < 5e-3, (name, shape)
+        gate, up = (normalised(x, norm) @ matrix.T).chunk(2, dim=-1)
+        got = quantised_matvec(x, weight, None, norm, EPS, silu_and_mul=True)
+        assert error(got, F.silu(gate) * up) < 1e-2, (name, shape)
+
+COUNT, HIDDEN, WIDTH, TOP_K = 3, 352, 96, 2
+gpu, runtime.compiling_for = runtime.compiling_for, None
+plain = []
+for shape in (COUNT * 2 * WIDTH, HIDDEN), (COUNT * HIDDEN, WIDTH):
+    codes = torch.randint(256, (shape[0], shape[1] // 2), dtype=torch.uint8)
+    scales = torch.randint(118, 130, (shape[0], shape[1] // 32), dtype=torch.uint8)
+    plain.append(QuantisedWeight(codes, shape, scales.view(torch.float8_e8m0fnu), (1, 32)))
+bricks = [quantised_weight.in_bricks(weight) for weight in plain]
+runtime.compiling_for = gpu
+int4 = [make_weight("int4, groups of 32", weight.shape, "cpu") for weight in plain]
+x, norm, residual = rand(2, HIDDEN), rand(HIDDEN), rand(2, HIDDEN)
+chosen = Chosen(torch.tensor([[2, 0], [1, 2]], dtype=torch.int32), torch.rand(2, TOP_K))
+for weights, readable in (bricks, plain), (int4, int4):
+    gated, got, experts = rand(2 * TOP_K, WIDTH), rand(2, HIDDEN), ExpertWeights(*weights, COUNT)
+    gemv_codes.multiply_gates_codes(x, experts, chosen, norm, EPS, gated)
+    gemv_codes.multiply_and_sum_codes(gated, experts, chosen, residual, got)
+    expected = run_experts_torch(normalised(x, norm), ExpertWeights(*readable, COUNT), chosen).sum(1)
+    assert error(got, expected + residual) < 1e-2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
+def test_compiled_products_of_a_row_or_two_are_right_without_a_gpu():
+    """The compiler has been wrong about tensors of five dimensions, of which threads held more than one."""
+    run_compiled(COMPILED_GEMV)
 
 
 @on_devices

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from cases import slow
-from desktop_gpu import SHARED_MEMORY
+from compiled_kernels import SHARED_MEMORY
 from quantised_checkpoints import PACKERS, mxfp4, quantise
 
 from nanovllm.extensions.experts.kernels.grouped_gemm import DENSE_TILES
