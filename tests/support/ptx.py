@@ -82,6 +82,7 @@ OPERATIONS: dict[str, Callable[..., Numbers]] = {
     "xor": np.bitwise_xor,
     "min": np.fmin,
     "max": np.fmax,
+    "max.NaN": np.maximum,
     "shl": np.left_shift,
     "shr": np.right_shift,
     "prmt": _permuted_bytes,
@@ -177,6 +178,8 @@ class Program:
             values = [self.read(each, kind) for each in sources]
             if operation in ("shl", "shr"):
                 values[1] = np.minimum(self.read(sources[1], "u32"), 63)
+            if "NaN" in words:
+                operation = f"{operation}.NaN"
             result = OPERATIONS[operation](*values)
             if "wide" in words:
                 kind = f"{kind[0]}{2 * BITS[kind]}"

@@ -172,11 +172,11 @@ def _gemv_codes_kernel(
     share = None
     if weights is not None:
         share = masked_load(weights + place, is_piece)[:, :, :, None]
-    values, others, squares = load_inputs(its_x, norm_weight, share, column, present, KIND)
+    eights, squares = load_inputs(its_x, norm_weight, share, column, present, KIND)
     factor = tl.full([1, 1], 1.0, tl.float32)
     if norm_weight is not None:
         factor *= tl.rsqrt(tl.sum(squares) / SIZES.IN_FEATURES + eps)
-    inputs, factor = prepare_inputs(values, others, factor, KIND)
+    inputs, factor = prepare_inputs(eights, factor, KIND)
     factor = tl.sum(factor)  # the only one
 
     while tile * HEIGHT < EXPERT_ROWS:

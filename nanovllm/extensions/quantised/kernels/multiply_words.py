@@ -116,144 +116,87 @@ MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_NUMBERS, "mo
 MULTIPLY = tl.constexpr(
     (MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4)
 )
-REGISTERS_8, REGISTERS_4 = tl.constexpr("=f" + ",r" * 12), tl.constexpr("=f" + ",r" * 20)
-REGISTERS_FP4 = tl.constexpr("=&f,=&f" + ",r" * 20)
-REGISTERS_INT8, REGISTERS_INT4 = tl.constexpr("=r" + ",r" * 13), tl.constexpr("=r" + ",r" * 21)
+# What they want: results, four words of codes, the inputs as `prepare_inputs` makes them, and a start.
+OPERANDS = ("=f" + ",r" * 12, "=r" + ",r" * 13, "=r" + ",r" * 21, "=r" + ",r" * 21, "=f" + ",r" * 20)
+REGISTERS = tl.constexpr((*OPERANDS, "=&f,=&f" + ",r" * 20))
 STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 
 
 @triton.jit
 def load_inputs(x, norm_weight, share, column, is_there, KIND):
     """
-    The inputs that meet pieces of codes, times the norm's weights and times a share, unless these are None:
-    `values`, from `column` [PIECES, 1, 1, 1] on, and `others`, which are 16 columns behind, for codes of 4
-    bits. Either are sixteen, in two float32 [PIECES, 1, ROWS, 8]: as many as a thread loads at once, so that
-    threads need not exchange any. -> values, others, squares before that.
+    The inputs that meet pieces of codes, from `column` [PIECES, 1, 1, 1] on, times the norm's weights and
+    times a share, unless these are None: by eights, as many as a thread loads at once, so that threads need
+    not exchange any. -> two float32 [PIECES, 1, ROWS, 8], or four beside codes of 4 bits; squares before that.
     """
-    values, squares = _load_sixteen(x, norm_weight, share, column, is_there)
-    others = values
-    if KIND >= INT4:
-        others, more = _load_sixteen(x, norm_weight, share, column + 16, is_there)
-        squares += more
-    return values, others, squares
+    eights, squares = (), 0.0
+    for i in tl.static_range(4 if KIND >= INT4 else 2):
+        place = column + (8 * i + tl.arange(0, 8))[None, None, None, :]
+        values = masked_load(x + place, is_there).to(tl.float32)
+        squares += values * values
+        if norm_weight is not None:
+            values *= masked_load(norm_weight + place, is_there).to(tl.float32)
+        if share is not None:
+            values *= share
+        eights += (values,)
+    return eights, squares
 
 
 @triton.jit
-def _load_sixteen(x, norm_weight, share, column, is_there):
-    first, squares = _load_eight(x, norm_weight, share, column, is_there)
-    second, more = _load_eight(x, norm_weight, share, column + 8, is_there)
-    return (first, second), squares + more
-
-
-@triton.jit
-def _load_eight(x, norm_weight, share, column, is_there):
-    column += tl.arange(0, 8)[None, None, None, :]
-    values = masked_load(x + column, is_there).to(tl.float32)
-    squares = values * values
-    if norm_weight is not None:
-        values *= masked_load(norm_weight + column, is_there).to(tl.float32)
-    if share is not None:
-        values *= share
-    return values, squares
-
-
-@triton.jit
-def prepare_inputs(values, others, factor, KIND):
+def prepare_inputs(eights, factor, KIND):
     """
-    -> what `multiply_pieces` wants of the inputs: `values` and `others`; what the codes' zero is multiplied
-    by; and the unit of each piece. And the factor of its results, times what all inputs are divided by.
+    -> what `multiply_pieces` wants of inputs, and the factor of its results, times what they are divided by.
+    As integers, inputs have 14 bits and a sign, as the largest of a piece has them: each piece has its unit
+    [PIECES, 1, ROWS], which is infinite if one of the inputs is not finite. In float16, they are divided by a
+    power of two for each row, so that the largest becomes 4 to 8, and no sum of 16 products with codes up to
+    448 leaves its range. The interpreter, which multiplies in float32, leaves them as they are.
     """
-    if KIND >= INT8 and KIND <= MXFP4:
-        inputs = _integers(values, others, KIND)
-        if not IS_INTERPRETED:
-            factor /= 2 * STEPS if KIND == MXFP4 else STEPS
-    else:
-        inputs, factor = _halves(values, others, factor, KIND)
-    return inputs, factor
-
-
-@triton.jit
-def _halves(values, others, factor, KIND):
-    """
-    In float16, divided by a power of two for each row, so that the largest becomes 4 to 8, and no sum of 16
-    products with codes up to 448 leaves its range. The interpreter multiplies in float32, where any will do.
-    """
+    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= MXFP4
+    sums, unit = 0.0, 1.0
     if IS_INTERPRETED:
-        values, others = _joined(values), _joined(others)
+        words = eights
+        for i in tl.static_range(len(eights)):
+            sums += tl.sum(eights[i], axis=3)
     else:
-        largest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
-        if KIND >= INT4:
-            largest = tl.maximum(largest, tl.maximum(tl.abs(others[0]), tl.abs(others[1])))
-        largest = tl.max(tl.max(largest, axis=3), axis=0)  # [1, ROWS]
-        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 129, -126)
-        factor *= _power_of_two(exponent)
-        divisor = _power_of_two(-exponent)[None, :, :, None]
-        values = _pairs_of(values[0] * divisor, values[1] * divisor)
-        if KIND >= INT4:
-            others = _pairs_of(others[0] * divisor, others[1] * divisor)
-    return (values, others, 0.0, 1.0), factor
-
-
-@triton.jit
-def _integers(values, others, KIND):
-    """
-    As integers of 14 bits and a sign, as the largest of a piece has them: each piece has its unit [PIECES, 1,
-    ROWS], which is infinite if one of the inputs is not finite. The interpreter, which multiplies in float32,
-    does not round them.
-    """
-    largest = _magnitude(values)
-    if KIND >= INT4:
-        largest = tl.maximum(largest, _magnitude(others))
-    exponent = tl.maximum((largest >> 23) - 127, -126)
-    divisor = _power_of_two(-exponent)[:, :, :, None]
-    if IS_INTERPRETED:
-        values, others = _joined(values) * divisor, _joined(others) * divisor
-        sums = tl.sum(values, axis=3)
-        if KIND == INT4:
-            sums += tl.sum(others, axis=3)
-    else:
-        v, w = _integers_of(values[0] * divisor), _integers_of(values[1] * divisor)
-        if KIND >= INT4:
-            o, p = _integers_of(others[0] * divisor), _integers_of(others[1] * divisor)
+        largest = tl.abs(eights[0])
+        for i in tl.static_range(1, len(eights)):
+            largest = _larger(largest, tl.abs(eights[i]))
+        largest = tl.reduce(largest, 3, _larger)  # [PIECES, 1, ROWS]
+        if not IS_INTEGER:
+            largest = tl.max(largest, axis=0)[None, :, :]
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - (127 if IS_INTEGER else 129)
+        exponent = tl.maximum(exponent, -126)
+        divisor = _power_of_two(-exponent)[:, :, :, None]
+        fours = ()
+        for i in tl.static_range(len(eights)):
+            values = eights[i] * divisor
+            if (
+                IS_INTEGER
+            ):  # of STEPS for 1, which stand in the last bits: beside 2^23 that is a step of float32
+                values = values * STEPS + 1.5 * 2.0**23
+            fours += (_split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4])),)
         if KIND == MXFP4:  # codes of both halves of two bytes are taken at once
-            values = _bytes_of((v[0], o[0], v[1], o[1]), (w[0], p[0], w[1], p[1]))
-            others = _bytes_of((v[2], o[2], v[3], o[3]), (w[2], p[2], w[3], p[3]))
+            v, w, o, p = fours
+            fours = (v[0], o[0], v[1], o[1]), (w[0], p[0], w[1], p[1])
+            fours += (v[2], o[2], v[3], o[3]), (w[2], p[2], w[3], p[3])
+        words = _words_of(fours[0], fours[1], IS_INTEGER)
+        if KIND >= INT4:
+            words += _words_of(fours[2], fours[3], IS_INTEGER)
+        if IS_INTEGER:
+            unit = _power_of_two(exponent)
+            factor /= 2 * STEPS if KIND == MXFP4 else STEPS
+            # A word of codes that are 1; of MXFP4 of those that stand for 0.
+            WORD: tl.constexpr = (0x01010101, 0x11111111, 0)[KIND - INT8]
+            word = tl.full([1, 1, 1], WORD, tl.int32)
+            sums = _multiply((word, word, word, word) + words + (tl.zeros_like(word),), KIND)
         else:
-            values = _bytes_of(v, w)
-            others = _bytes_of(o, p) if KIND == INT4 else values
-        # A word of codes that are 1; of MXFP4 of those that stand for 0.
-        WORD: tl.constexpr = (0x01010101, 0x11111111, 0)[KIND - INT8]
-        word = tl.full([1, 1, 1], WORD, tl.int32)
-        sums = _sum_integers((word, word, word, word), values, others, tl.zeros_like(word), KIND)
-    return values, others, sums, _power_of_two(exponent)
+            factor *= _power_of_two(tl.reshape(exponent, factor.shape))
+    return (words, sums, unit), factor
 
 
 @triton.jit
-def _magnitude(values):
-    """The bits of the largest absolute number of each sixteen, int32 [PIECES, 1, ROWS]; NaN is above all."""
-    first = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    second = values[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.maximum(first, second), axis=3)
-
-
-@triton.jit
-def _joined(values):
-    """Two [.., .., .., 8] -> [.., .., .., 16], for the interpreter."""
-    both = tl.permute(tl.join(values[0], values[1]), [0, 1, 2, 4, 3])
-    return tl.reshape(both, [both.shape[0], both.shape[1], both.shape[2], 16])
-
-
-@triton.jit
-def _sum_integers(words, values, others, start, KIND):
-    """Sums of products, int32, and `start`, of which INT4 takes a sixteenth."""
-    operands = words + values
-    if KIND >= INT4:
-        operands = operands + others
-    asm: tl.constexpr = MULTIPLY[KIND]
-    registers: tl.constexpr = REGISTERS_INT4 if KIND >= INT4 else REGISTERS_INT8
-    return tl.inline_asm_elementwise(
-        asm, registers, operands + (start,), dtype=tl.int32, is_pure=True, pack=1
-    )
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -263,53 +206,27 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _pairs_of(first, second):
+def _words_of(first, second, IS_INTEGER):
     """
-    Two float32 [PIECES, 1, ROWS, 8] -> eight int32 [PIECES, 1, ROWS], pairs of float16 numbers: the first and
-    then the second one of each four inputs.
+    Twice fours [PIECES, ROWS, 2] -> eight int32 [PIECES, 1, ROWS]: of integers the high bytes of all fours,
+    and then the low ones; else pairs of float16, the first ones of fours and then the second ones.
     """
-    asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
-    return _words_of(_fours_of(first), _fours_of(second), asm)
-
-
-@triton.jit
-def _integers_of(values):
-    """
-    float32 [PIECES, 1, ROWS, 8] up to 2 -> the fours, rounded to integers, STEPS for 1, which stand in the
-    last bits: beside 2^23 such a step is the last bit of float32.
-    """
-    return _fours_of(values * STEPS + 1.5 * 2.0**23)
-
-
-@triton.jit
-def _bytes_of(first, second):
-    """Twice four [PIECES, ROWS, 2] -> eight int32 [PIECES, 1, ROWS]: high bytes of fours, then low ones."""
-    asm: tl.constexpr = """{ .reg .b32 first, second;
-        prmt.b32 first, $2, $3, 0x5410;
-        prmt.b32 second, $4, $5, 0x5410;
-        prmt.b32 $0, first, second, 0x7531;
-        prmt.b32 $1, first, second, 0x6420; }"""
-    return _words_of(first, second, asm)
-
-
-@triton.jit
-def _fours_of(values):
-    """[PIECES, 1, ROWS, 8] -> the first of each four numbers, the second, third and fourth ones."""
-    return _split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4]))
-
-
-@triton.jit
-def _words_of(first, second, ASM: tl.constexpr):
-    """What becomes of each of four fours: the first int32 [PIECES, 1, ROWS] of all, then the second."""
-    a, b = _two_words_of(first, ASM)
-    c, d = _two_words_of(second, ASM)
+    a, b = _two_words_of(first, IS_INTEGER)
+    c, d = _two_words_of(second, IS_INTEGER)
     return a + c + b + d
 
 
 @triton.jit
-def _two_words_of(numbers, ASM: tl.constexpr):
+def _two_words_of(numbers, IS_INTEGER):
+    pairs: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
+    bytes: tl.constexpr = """{ .reg .b32 first, second;
+        prmt.b32 first, $2, $3, 0x5410;
+        prmt.b32 second, $4, $5, 0x5410;
+        prmt.b32 $0, first, second, 0x7531;
+        prmt.b32 $1, first, second, 0x6420; }"""
+    asm: tl.constexpr = bytes if IS_INTEGER else pairs
     first, second = tl.inline_asm_elementwise(
-        ASM, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
     shape: tl.constexpr = [first.shape[0], 1, first.shape[1], 2]
     return tl.split(tl.reshape(first, shape)), tl.split(tl.reshape(second, shape))
@@ -347,38 +264,29 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
     Sums of products of a weight and the `prepare_inputs` that it meets, [PIECES, HEIGHT, ROWS]: of the codes
     in words [PIECES, HEIGHT, 1, 4], with the scale of each piece, and its zero or else its offset, as
     `widen` gives them; `grids` (scales, zeros, offsets) say which there are. Inputs meet codes of 8 bits or
-    the low halves of bytes, `others` meet high halves, whose scale FP4 has in place of an offset.
+    the low halves of bytes, and behind these high halves, whose scale FP4 has in place of an offset.
     """
-    values, others, sums, unit = inputs
-    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= MXFP4
-    # The zero that codes stand above their number, of MXFP4 already in `sums`.
+    its_inputs, sums, unit = inputs
+    # What codes stand above their number; of MXFP4 it is already in `sums`.
     zero_point: tl.constexpr = 1 if KIND == MXFP4 else ZERO_POINT
     subtracted = tl.full([1, 1, 1], zero_point, tl.int32) if grids[1] is None else zero.to(tl.int32)
     if IS_INTERPRETED:
-        parts = _multiply_by_arithmetic(words, values, KIND, 0)
+        parts = _multiply_by_arithmetic(words, its_inputs, KIND, 0)
         if KIND >= INT4:
-            more = _multiply_by_arithmetic(words, others, KIND, 4)
+            more = _multiply_by_arithmetic(words, its_inputs, KIND, 4)
             if KIND != FP4:
                 parts += more
-        if IS_INTEGER and KIND != MXFP4:
+        if KIND >= INT8 and KIND <= INT4:
             parts -= subtracted.to(tl.float32) * sums
-    elif IS_INTEGER:
-        start = sums * (-16 if KIND == INT4 else -1) * subtracted
-        parts = _sum_integers(_split_four(words), values, others, start, KIND).to(tl.float32)
     else:
-        operands = _split_four(words) + values
-        if KIND >= INT4:
-            operands = operands + others
-        asm: tl.constexpr = MULTIPLY[KIND]
+        operands = _split_four(words) + its_inputs
         if KIND == FP4:
-            parts, more = tl.inline_asm_elementwise(
-                asm, REGISTERS_FP4, operands, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-            )
+            parts, more = _multiply(operands, KIND)
+        elif KIND >= INT8 and KIND <= MXFP4:
+            start = sums * (-16 if KIND == INT4 else -1) * subtracted
+            parts = _multiply(operands + (start,), KIND).to(tl.float32)
         else:
-            registers: tl.constexpr = REGISTERS_4 if KIND >= INT4 else REGISTERS_8
-            parts = tl.inline_asm_elementwise(
-                asm, registers, operands, dtype=tl.float32, is_pure=True, pack=1
-            )
+            parts = _multiply(operands, KIND)
     if KIND == FP4:
         return parts * scale + more * zero
     if KIND == MXFP4:
@@ -390,7 +298,21 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
 
 
 @triton.jit
-def _multiply_by_arithmetic(words, values, KIND, shift):
-    """For Triton's interpreter: sums of products of `values` and the codes at this place of each byte."""
+def _multiply(operands, KIND):
+    asm: tl.constexpr = MULTIPLY[KIND]
+    registers: tl.constexpr = REGISTERS[KIND]
+    if KIND == FP4:
+        return tl.inline_asm_elementwise(asm, registers, operands, (tl.float32, tl.float32), True, 1)
+    elif KIND >= INT8 and KIND <= MXFP4:
+        return tl.inline_asm_elementwise(asm, registers, operands, tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise(asm, registers, operands, tl.float32, True, 1)
+
+
+@triton.jit
+def _multiply_by_arithmetic(words, eights, KIND, shift):
+    """For Triton's interpreter: sums of products of the codes at this place of each byte and their inputs."""
     codes = code_to_float(words[:, :, :, :, None] >> 8 * tl.arange(0, 4), shift, KIND)
-    return tl.sum(tl.reshape(codes, [words.shape[0], words.shape[1], 1, 16]) * values, axis=3)
+    codes = tl.reshape(codes, [words.shape[0], words.shape[1], 1, 2, 8])
+    first, second = tl.split(tl.permute(codes, [0, 1, 2, 4, 3]))
+    return tl.sum(first * eights[shift // 2] + second * eights[shift // 2 + 1], axis=3)

@@ -159,11 +159,11 @@ def _quantised_matvec_kernel(
     piece = tl.arange(0, PIECES)[:, None, None, None]
     is_there = piece < IN_FEATURES // INPUTS
     x += (row * x_stride)[None, None, :, None]
-    values, others, squares = load_inputs(x, norm_weight, None, piece * INPUTS, is_there, KIND)
+    eights, squares = load_inputs(x, norm_weight, None, piece * INPUTS, is_there, KIND)
     factor = tl.full([1, ROWS], 1.0, tl.float32)
     if norm_weight is not None:
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=0) / IN_FEATURES + eps)
-    inputs, factor = prepare_inputs(values, others, factor, KIND)
+    inputs, factor = prepare_inputs(eights, factor, KIND)
 
     while tile * HEIGHT < out_features:
         its_words = words
