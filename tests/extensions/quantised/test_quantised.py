@@ -221,7 +221,7 @@ def test_the_instructions_that_multiply_integers_add_up_their_products(kind):
                 byte = bytes(x >> shift & 255 for x in group)
                 words += [int.from_bytes(byte[i : i + 4], "little") for i in range(0, 16, 4)]
         expected = 1000 + sum(code * x for code, x in zip(codes, inputs, strict=False))
-        assert ptx.run(multiply_words.MULTIPLY.value[kind], 1, [*words, start]) == [expected & 0xFFFFFFFF]
+        assert ptx.run(multiply_words.ASSEMBLY.value[kind], 1, [*words, start]) == [expected & 0xFFFFFFFF]
 
 
 @on_devices

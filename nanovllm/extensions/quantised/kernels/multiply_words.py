@@ -21,101 +21,73 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 )
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
+BEGIN = """{ .reg .b32 code, sum, more, place, opposite, low, high, other;
+    .reg .b16 first, second; .reg .f32 rest;
+    mov.b32 sum, 0; mov.b32 more, 0;"""
 
-def _assembly(begin: str, word: str, sums: str = "sum") -> str:
+
+def _each(word: str, first: int = 1) -> str:
     """
-    `begin`, and then `word` for each of four words of codes. $w is the word. The pairs of inputs that its
-    codes of 8 bits meet, or those in the low halves of its bytes, are $a and $b; $c and $d are those of the
-    high halves. The results are these sums, of pairs.
+    `word` for each of four words of codes, from this operand on. $w is the word. Its codes of 8 bits, or those
+    in the low halves of its bytes, meet $a and $b, and those in the high halves $c and $d: pairs of inputs, or
+    high and low bytes of four.
     """
-    names = sums.split(", ")
-    lines = [f"{{ .reg .b32 code, {sums}; .reg .f16 first, second; .reg .f32 rest;", begin]
-    lines += [f"mov.b32 {name}, 0;" for name in names]
-    first = len(names)  # operand: the results come before the four words
-    for i in range(first, first + 4):
-        pairs = {"a": f"${4 + i}", "b": f"${8 + i}", "c": f"${12 + i}", "d": f"${16 + i}"}
-        lines.append(Template(word).substitute(pairs, w=f"${i}"))
-    for i, name in enumerate(names):
-        lines.append(f"mov.b32 {{first, second}}, {name}; cvt.f32.f16 ${i}, first;")
-        lines.append(f"cvt.f32.f16 rest, second; add.f32 ${i}, ${i}, rest;")
-    return "\n".join([*lines, "}"])
+    operands = [[f"${first + i + 4 * j}" for j in range(5)] for i in range(4)]
+    return "".join(Template(word).substitute(dict(zip("wabcd", each, strict=True))) for each in operands)
 
 
-def _dot_products(kind: str, *steps: tuple[str, int]) -> str:
-    """
-    For each of four words $w and each step: takes four `codes`, of this kind, out of the word, and adds their
-    products with inputs, whose high bytes stand in the operands from the step's second on, and their low
-    bytes behind them.
-    """
-    lines = []
-    for i in range(4):
-        for codes, first in steps:
-            lines.append(Template(codes).substitute(w=f"${1 + i}"))
-            lines.append(f"dp4a.{kind}.s32 high, codes, ${first + i}, high;")
-            lines.append(f"dp4a.{kind}.u32 low, codes, ${first + 4 + i}, low;")
-    return "\n".join(lines)
-
-
-MULTIPLY_FP8 = _assembly(
-    ".reg .b16 low, high;",
-    """mov.b32 {low, high}, $w;
-    cvt.rn.f16x2.e4m3x2 code, low;
-    fma.rn.f16x2 sum, code, $a, sum;
-    cvt.rn.f16x2.e4m3x2 code, high;
-    fma.rn.f16x2 sum, code, $b, sum;""",
-)
-# What the last operand holds is added to the sum; of INT4, a sixteenth of it: high halves are multiplied
-# where they stand.
-BEGIN_INTEGERS = "{ .reg .b32 codes, high, low, place, opposite, other; mov.b32 high, 0; mov.b32 low, "
-END_INTEGERS = "shl.b32 high, high, 8; add.s32 $0, high, low; }"
-MULTIPLY_INT8 = f"""{BEGIN_INTEGERS}$13;
-    {_dot_products("s32", ("mov.b32 codes, $w;", 5))}
-    {END_INTEGERS}"""
-MULTIPLY_INT4 = f"""{BEGIN_INTEGERS}$21;
-    {_dot_products("u32", ("and.b32 codes, $w, 0xf0f0f0f0;", 13))}
-    shr.s32 high, high, 4;
-    shr.s32 low, low, 4;
-    {_dot_products("u32", ("and.b32 codes, $w, 0x0f0f0f0f;", 5))}
-    {END_INTEGERS}"""
-# Twice the numbers, and 12 more: integers from 0 to 24.
-TABLE = [int(2 * number) + 12 for number in E2M1]
-WORDS = [int.from_bytes(bytes(TABLE[i : i + 4]), "little") for i in range(0, 16, 4)]
-FIND_CODES = FIND_BYTE.format("codes", *WORDS)
-MULTIPLY_MXFP4 = f"""{BEGIN_INTEGERS}$21;
-    {
-    _dot_products(
-        "u32",
-        (f"mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;{FIND_CODES}", 5),
-        (f"shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;{FIND_CODES}", 13),
+def _end(*sums: str) -> str:
+    """The results are these sums, of pairs."""
+    return "".join(
+        f"""mov.b32 {{first, second}}, {name};
+        cvt.f32.f16 ${i}, first; cvt.f32.f16 rest, second; add.f32 ${i}, ${i}, rest;"""
+        for i, name in enumerate(sums)
     )
-}
-    {END_INTEGERS}"""
+
+
+MULTIPLY_FP8 = _each("""mov.b32 {first, second}, $w;
+    cvt.rn.f16x2.e4m3x2 code, first;
+    fma.rn.f16x2 sum, code, $a, sum;
+    cvt.rn.f16x2.e4m3x2 code, second;
+    fma.rn.f16x2 sum, code, $b, sum;""") + _end("sum")  # fmt: skip
+# Of products with high bytes `more` is the sum. The last operand is added, of INT4 a sixteenth of it: high
+# halves are multiplied where they stand.
+MULTIPLY = "dp4a.{0}.s32 more, {1}, {2}, more; dp4a.{0}.u32 sum, {1}, {3}, sum;"
+LOW, HIGH = (MULTIPLY.format("u32", "code", *inputs) for inputs in ("$a $b".split(), "$c $d".split()))
+END_INTEGERS = "shl.b32 more, more, 8; add.s32 $0, more, sum;"
+MULTIPLY_INT8 = "mov.b32 sum, $13;" + _each(MULTIPLY.format("s32", "$w", "$a", "$b")) + END_INTEGERS
+MULTIPLY_INT4 = f"""mov.b32 sum, $21;
+    {_each("and.b32 code, $w, 0xf0f0f0f0;" + HIGH)}
+    shr.s32 more, more, 4; shr.s32 sum, sum, 4;
+    {_each("and.b32 code, $w, 0x0f0f0f0f;" + LOW)}{END_INTEGERS}"""
+# Twice the numbers, and 12 more: integers from 0 to 24.
+TABLE = bytes(int(2 * number) + 12 for number in E2M1)
+FIND_CODES = FIND_BYTE.format("code", *(int.from_bytes(TABLE[i : i + 4], "little") for i in range(0, 16, 4)))
+FIND_MORE = "shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;"
+PLACES = "mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;"
+MULTIPLY_MXFP4 = _each(PLACES + FIND_CODES + LOW + FIND_MORE + FIND_CODES + HIGH)
+MULTIPLY_MXFP4 = f"mov.b32 sum, $21;{MULTIPLY_MXFP4}{END_INTEGERS}"
 
 
 def _look_up_and_multiply(numbers: list[float], high: str) -> str:
     """A word of places in a table; the products of high halves are added to the sum of that name."""
     table_bytes = bytes_of(numbers, torch.float16)
-    return f"""mov.b32 place, $w;
-    xor.b32 opposite, place, 0x88888888;{table_bytes}
+    return f"""{PLACES}{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $a, sum;
     prmt.b32 code, low, high, 0x7351;
     fma.rn.f16x2 {high}, code, $c, {high};
-    shr.b32 place, place, 16;
-    shr.b32 opposite, opposite, 16;{table_bytes}
+    {FIND_MORE}{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $b, sum;
     prmt.b32 code, low, high, 0x7351;
     fma.rn.f16x2 {high}, code, $d, {high};"""
 
 
-TABLE_REGISTERS = ".reg .b32 place, opposite, low, high, other;"
-MULTIPLY_NF4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(NUMBERS, "sum"))
-MULTIPLY_FP4 = _assembly(TABLE_REGISTERS, _look_up_and_multiply(FP4_NUMBERS, "more"), "sum, more")
-# By kind.
-MULTIPLY = tl.constexpr(
-    (MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4)
-)
+MULTIPLY_NF4 = _each(_look_up_and_multiply(NUMBERS, "sum")) + _end("sum")
+MULTIPLY_FP4 = _each(_look_up_and_multiply(FP4_NUMBERS, "more"), 2) + _end("sum", "more")
+BY_KIND = MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4
+ASSEMBLY = tl.constexpr(tuple(f"{BEGIN}{each}}}" for each in BY_KIND))
 # What they want: results, four words of codes, the inputs as `prepare_inputs` makes them, and a start.
 OPERANDS = ("=f" + ",r" * 12, "=r" + ",r" * 13, "=r" + ",r" * 21, "=r" + ",r" * 21, "=f" + ",r" * 20)
 REGISTERS = tl.constexpr((*OPERANDS, "=&f,=&f" + ",r" * 20))
@@ -127,7 +99,7 @@ def load_inputs(x, norm_weight, share, column, is_there, KIND):
     """
     The inputs that meet pieces of codes, from `column` [PIECES, 1, 1, 1] on, times the norm's weights and
     times a share, unless these are None: by eights, as many as a thread loads at once, so that threads need
-    not exchange any. -> two float32 [PIECES, 1, ROWS, 8], or four beside codes of 4 bits; squares before that.
+    not exchange any. -> two float32 [PIECES, 1, ROWS, 8], or four beside codes of 4 bits, and squares.
     """
     eights, squares = (), 0.0
     for i in tl.static_range(4 if KIND >= INT4 else 2):
@@ -299,7 +271,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
 
 @triton.jit
 def _multiply(operands, KIND):
-    asm: tl.constexpr = MULTIPLY[KIND]
+    asm: tl.constexpr = ASSEMBLY[KIND]
     registers: tl.constexpr = REGISTERS[KIND]
     if KIND == FP4:
         return tl.inline_asm_elementwise(asm, registers, operands, (tl.float32, tl.float32), True, 1)
