@@ -954,18 +954,15 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/multiply_words",
-        (
-            "multiply_by_arithmetic(words, others, KIND, 4)",
-            "multiply_by_arithmetic(words, others, KIND, 0)",
-        ),
+        ("arithmetic(words, its_inputs, KIND, 4)", "arithmetic(words, its_inputs, KIND, 0)"),
         ("        parts += zero * (sums * unit)", "        pass"),
         ("more * zero", "more * scale"),
-        ("        if IS_INTEGER and KIND != MXFP4:", "        if False:"),
+        ("        if KIND >= INT8 and KIND <= INT4:", "        if False:"),
         ("int(2 * number) + 12", "int(2 * number) + 8"),
-        ("(largest >> 23) - 127", "(largest >> 23) - 128"),
+        ("(127 if IS_INTEGER", "(126 if IS_INTEGER"),
         ("(v[0], o[0], v[1], o[1])", "(v[0], v[1], o[0], o[1])"),
         ("factor /= 2 * STEPS if KIND == MXFP4 else STEPS", "factor /= STEPS"),
-        ("        squares += more", "        pass"),
+        ("        squares += values * values", "        squares = values * values"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/quantised_matvec",

@@ -216,10 +216,10 @@ def test_the_instructions_that_multiply_integers_add_up_their_products(kind):
             codes = [int(2 * nf4.E2M1[code]) + 12 for code in codes]
             in_turn = [inputs[i // 2 + i % 2 * 16] for i in range(32)]
             groups = [[x for i in (0, 8, 16, 24) for x in in_turn[i + half :][:4]] for half in (0, 4)]
-        for group in groups:
+        for eight in (group[i : i + 8] for group in groups for i in (0, 8)):
             for shift in (8, 0):
-                byte = bytes(x >> shift & 255 for x in group)
-                words += [int.from_bytes(byte[i : i + 4], "little") for i in range(0, 16, 4)]
+                byte = bytes(x >> shift & 255 for x in eight)
+                words += [int.from_bytes(byte[i : i + 4], "little") for i in (0, 4)]
         expected = 1000 + sum(code * x for code, x in zip(codes, inputs, strict=False))
         assert ptx.run(multiply_words.ASSEMBLY.value[kind], 1, [*words, start]) == [expected & 0xFFFFFFFF]
 

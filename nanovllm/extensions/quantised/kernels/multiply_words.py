@@ -28,12 +28,13 @@ BEGIN = """{ .reg .b32 code, sum, more, place, opposite, low, high, other;
 
 def _each(word: str, first: int = 1) -> str:
     """
-    `word` for each of four words of codes, from this operand on. $w is the word. Its codes of 8 bits, or those
-    in the low halves of its bytes, meet $a and $b, and those in the high halves $c and $d: pairs of inputs, or
-    high and low bytes of four.
+    `word` for each of four words of codes, from this operand on. $w is the word. Its codes of 8 bits, or
+    those in the low halves of its bytes, meet $a and $b, and those in the high halves $c and $d: pairs of
+    inputs, or high and low bytes of four, which stand behind the codes by eights.
     """
-    operands = [[f"${first + i + 4 * j}" for j in range(5)] for i in range(4)]
-    return "".join(Template(word).substitute(dict(zip("wabcd", each, strict=True))) for each in operands)
+    places = ([i, *(4 + i // 2 * 4 + i % 2 + offset for offset in (0, 2, 8, 10))] for i in range(4))
+    names = ({name: f"${first + i}" for name, i in zip("wabcd", each, strict=True)} for each in places)
+    return "".join(map(Template(word).substitute, names))
 
 
 def _end(*sums: str) -> str:
@@ -142,18 +143,16 @@ def prepare_inputs(eights, factor, KIND):
         fours = ()
         for i in tl.static_range(len(eights)):
             values = eights[i] * divisor
-            if (
-                IS_INTEGER
-            ):  # of STEPS for 1, which stand in the last bits: beside 2^23 that is a step of float32
+            if IS_INTEGER:  # which stands in the last bits: beside 2^23 a step is the last one of float32
                 values = values * STEPS + 1.5 * 2.0**23
             fours += (_split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4])),)
         if KIND == MXFP4:  # codes of both halves of two bytes are taken at once
             v, w, o, p = fours
             fours = (v[0], o[0], v[1], o[1]), (w[0], p[0], w[1], p[1])
             fours += (v[2], o[2], v[3], o[3]), (w[2], p[2], w[3], p[3])
-        words = _words_of(fours[0], fours[1], IS_INTEGER)
-        if KIND >= INT4:
-            words += _words_of(fours[2], fours[3], IS_INTEGER)
+        words = ()
+        for i in tl.static_range(len(fours)):
+            words += _words_of(fours[i], IS_INTEGER)
         if IS_INTEGER:
             unit = _power_of_two(exponent)
             factor /= 2 * STEPS if KIND == MXFP4 else STEPS
@@ -178,18 +177,11 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _words_of(first, second, IS_INTEGER):
+def _words_of(numbers, IS_INTEGER):
     """
-    Twice fours [PIECES, ROWS, 2] -> eight int32 [PIECES, 1, ROWS]: of integers the high bytes of all fours,
-    and then the low ones; else pairs of float16, the first ones of fours and then the second ones.
+    Two fours [PIECES, ROWS, 2] -> four int32 [PIECES, 1, ROWS]: of integers the high bytes of both fours, and
+    then the low ones; else pairs of float16, the first ones of fours and then the second ones.
     """
-    a, b = _two_words_of(first, IS_INTEGER)
-    c, d = _two_words_of(second, IS_INTEGER)
-    return a + c + b + d
-
-
-@triton.jit
-def _two_words_of(numbers, IS_INTEGER):
     pairs: tl.constexpr = "cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;"
     bytes: tl.constexpr = """{ .reg .b32 first, second;
         prmt.b32 first, $2, $3, 0x5410;
@@ -201,7 +193,7 @@ def _two_words_of(numbers, IS_INTEGER):
         asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
     shape: tl.constexpr = [first.shape[0], 1, first.shape[1], 2]
-    return tl.split(tl.reshape(first, shape)), tl.split(tl.reshape(second, shape))
+    return tl.split(tl.reshape(first, shape)) + tl.split(tl.reshape(second, shape))
 
 
 @triton.jit
