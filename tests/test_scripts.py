@@ -205,3 +205,23 @@ def test_a_format_is_measured_in_two_checkouts_in_turn():
     command = [sys.executable, "tests/long/formats.py", str(ROOT), "--tiny", "--formats", "NVFP4"]
     lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     assert len(lines) == 2 and all(line.startswith(f"{ROOT.name}, NVFP4: {{'1': ") for line in lines)
+
+
+# --- tests/long/decode_steps.py ---
+
+
+@pytest.mark.slow
+def test_decode_steps_are_timed_with_other_constants_which_are_taken_back():
+    command = [
+        sys.executable,
+        "tests/long/decode_steps.py",
+        "int4, groups of 32",
+        "--rows",
+        "2",
+        "--tiny",
+        "--try",
+    ]
+    command += ["quantised_matvec.HEIGHT = 1 / 0", "quantised_matvec.HEIGHT = quantised_matvec.HEIGHT + 1"]
+    lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    assert lines[0].endswith("as it is") and lines[-1].endswith("as it is, again")
+    assert lines[1].startswith("ZeroDivisionError") and lines[2].startswith("       0.0 us  quantised_matvec")
