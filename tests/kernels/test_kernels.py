@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from compiled_kernels import run_compiled
 from extension_kernels import INT8, gemv_torch, sum_and_norm
 from kernel_checks import (
     KERNEL_SHAPES,
@@ -81,6 +82,25 @@ def test_8_bit_caches_are_attended_to_as_they_are_stored(device, dtype, heads, k
     lengths = on(device, large, [(3, 3), (40, 70), (1, 37)])
     attend = prefill_attention.varlen_prefill_attention
     check_prefill(attend, lengths, heads, kv_heads, head_dim, device, dtype, 16, INT8)
+
+
+COMPILED_DECODE = """
+from extension_kernels import INT8
+from kernel_checks import check_decode
+from nanovllm.kernels.decode_attention import paged_decode_attention
+
+for processors in 1, 40:  # several programs share a context where there are many
+    runtime.compiling_for.multi_processor_count = processors
+    for cache_dtype in None, INT8:
+        shape = 8, 2, 128, 256, "cpu", torch.bfloat16, cache_dtype
+        check_decode(paged_decode_attention, [300, 129, 0], *shape)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="compiles with Triton")
+def test_compiled_decode_attention_is_right_without_a_gpu():
+    run_compiled(COMPILED_DECODE)
 
 
 @on_devices

@@ -102,7 +102,9 @@ class Code:
         self.instructions: list[tuple[str, str, list[str]]] = []
         self.labels: dict[str, int] = {}
         for piece in re.split(r"[;\n]", re.sub(r"//.*", "", text)):
-            rest = piece.strip().lstrip("{} ")  # a block's begin, or the end of the one before
+            rest = (
+                piece.replace("::cta", "").strip().lstrip("{} ")
+            )  # a block's begin, or the end of the one before
             if rest.count("}") > rest.count("{"):
                 rest = rest[: rest.rindex("}")]
             if label := re.match(r"(\$\w+):$", rest):
@@ -275,6 +277,53 @@ class Program:
     def _address(self, place: str) -> Numbers:
         base, _, offset = place.strip("[] ").partition("+")
         return self.read(base.strip(), "s64") + int(offset or "0", 0)
+
+    def _atom(self, words: list[str], operands: list[str], active: Numbers) -> None:
+        target, place, added = operands
+        address, numbers = self._address(place), self.read(added, "u32")
+        if words[-2:] != ["add", "u32"] or active.sum() != 1:
+            raise NotImplementedError(".".join(words))
+        [at], [number] = address[active], numbers[active]
+        before = self.memory[at : at + 4].view(np.uint32)[0]
+        self.memory[at : at + 4] = np.array([before + number], np.uint32).view(np.uint8)
+        self.write(target, np.full(self.count, before), "u32", active)
+
+    def _cp(self, words: list[str], operands: list[str], active: Numbers) -> None:
+        """Copied at once, so there is nothing to wait for, and nothing to prefetch."""
+        if words[1] in ("commit_group", "wait_group", "bulk"):
+            return
+        target, place, size, *real = operands
+        count = (
+            self.read(real[0], "u32") if real else np.full(self.count, int(size, 0))
+        )  # behind them are zeros
+        targets, places = self._address(target), self._address(place)
+        for i in range(int(size, 0)):
+            is_there = active & (i < count)
+            self.shared[targets[active] + i] = 0
+            self.shared[targets[is_there] + i] = self.memory[places[is_there] + i]
+
+    def _mma(self, words: list[str], operands: list[str], active: Numbers) -> None:
+        """A warp's product of matrices [16, 16] and [16, 8]; a register has two neighbours along inputs."""
+        if words[2] != "m16n8k16" or words[-2] not in ("f16", "bf16"):
+            raise NotImplementedError(".".join(words))
+        target, *sources = ([each.strip() for each in operand.strip("{}").split(",")] for operand in operands)
+        group, pair = np.arange(32) // 4, np.arange(32) % 4 * 2
+        warps = self.count // 32
+        first, second = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
+        total = np.zeros((warps, 16, 8))
+        for i, register in enumerate(sources[0]):
+            numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
+            for half in range(2):
+                first[:, group + i % 2 * 8, pair + i // 2 * 8 + half] = numbers[..., half]
+        for i, register in enumerate(sources[1]):
+            numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
+            for half in range(2):
+                second[:, pair + i * 8 + half, group] = numbers[..., half]
+        for i, register in enumerate(sources[2]):
+            total[:, group + i // 2 * 8, pair + i % 2] = self.read(register, "f32").reshape(warps, 32)
+        total += first @ second
+        for i, register in enumerate(target):
+            self.write(register, total[:, group + i // 2 * 8, pair + i % 2].flatten(), "f32", active)
 
     def _stmatrix(self, words: list[str], operands: list[str], active: Numbers) -> None:
         place, registers = operands
