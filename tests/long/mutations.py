@@ -959,7 +959,7 @@ MUTATIONS = [
         ("more * zero", "more * scale"),
         ("        if KIND >= INT8 and KIND <= INT4:", "        if False:"),
         ("int(2 * number) + 12", "int(2 * number) + 8"),
-        ("(127 if IS_INTEGER", "(126 if IS_INTEGER"),
+        ("(127 if IS_INTEGER", "(129 if IS_INTEGER"),
         ("(v[0], o[0], v[1], o[1])", "(v[0], v[1], o[0], o[1])"),
         ("factor /= 2 * STEPS if KIND == MXFP4 else STEPS", "factor /= STEPS"),
         ("        squares += values * values", "        squares = values * values"),
