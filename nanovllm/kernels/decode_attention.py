@@ -39,6 +39,7 @@ MIN_COLUMNS = 8  # the fewest that the matrix unit computes
 PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_APART = 16  # in a small batch query heads are spread over more programs, up to this many for each split
 TILE_BYTES = 16384  # of the keys of a tile, and of its values
+NUM_WARPS = 2  # with many columns four would multiply by an instruction that wants its operands elsewhere
 
 
 class DecodeSizes(NamedTuple):
@@ -80,9 +81,9 @@ def paged_decode_attention(
     combined_heads = next_power_of_2(heads)
     heads_pad = max(MIN_COLUMNS, combined_heads)
     dim_pad = max(MIN_DOT_SIZE, next_power_of_2(head_dim))
-    most_tokens, num_warps = 128, 2
-    # A step of the pipeline reads the block table, a later one the tile, so it takes more than two until a
-    # tile is under way while one is multiplied.
+    most_tokens = 128
+    # A step of the pipeline reads the block table, a later one the tile: with 4 a tile is under way while one
+    # is multiplied.
     num_stages = 4 if has_hopper_shared_memory(q.device) else 2
     # Where latency counts more than bandwidth, tiles are small.
     if splits > 1 or variant.reads_few or heads_pad > MIN_COLUMNS:
@@ -111,7 +112,7 @@ def paged_decode_attention(
         q, k_cache, v_cache, step.block_tables, step.context_lens, variant.extras, out, partial, counters,
         variant.scale * LOG2_E, *q.stride()[:2], step.block_tables.stride(0), multiprocessors,
         SIZES=sizes, HOOKS=variant.hooks,
-        num_warps=num_warps, num_stages=num_stages, **overlap_options(q.device),
+        num_warps=NUM_WARPS, num_stages=num_stages, **overlap_options(q.device),
     )  # fmt: skip
     return out
 

@@ -71,7 +71,6 @@ OPERATIONS: dict[str, Callable[..., Numbers]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "mad": lambda a, b, c: a * b + c,
     "fma": lambda a, b, c: a * b + c,
     "div": lambda a, b: a / b if a.dtype == np.float64 else a // b,
     "neg": np.negative,
@@ -102,9 +101,8 @@ class Code:
         self.instructions: list[tuple[str, str, list[str]]] = []
         self.labels: dict[str, int] = {}
         for piece in re.split(r"[;\n]", re.sub(r"//.*", "", text)):
-            rest = (
-                piece.replace("::cta", "").strip().lstrip("{} ")
-            )  # a block's begin, or the end of the one before
+            # A block may begin or end on the same line; a list in brackets stays.
+            rest = piece.replace("::cta", "").strip().lstrip("{} ")
             if rest.count("}") > rest.count("{"):
                 rest = rest[: rest.rindex("}")]
             if label := re.match(r"(\$\w+):$", rest):
@@ -147,9 +145,8 @@ class Program:
         if operand.startswith("{"):
             parts = operand.strip("{}").split(",")
             size = BITS[kind] // len(parts)
-            raw = sum(encode(self.read(each.strip(), f"u{size}"), f"u{size}") << np.uint64(size * i)
-                      for i, each in enumerate(parts))  # fmt: skip
-            return decode(raw, kind)
+            pieces = [encode(self.read(each.strip(), f"u{size}"), f"u{size}") for each in parts]
+            return decode(sum(raw << np.uint64(size * i) for i, raw in enumerate(pieces)), kind)
         if operand.startswith("0f"):
             return decode(np.full(self.count, int(operand[2:], 16), np.uint64), kind)
         if operand == "global_smem":
@@ -219,9 +216,8 @@ class Program:
 
     def _selp(self, words: list[str], operands: list[str], active: Numbers) -> None:
         target, first, second, predicate = operands
-        chosen = self.read(predicate, "pred").astype(bool)
-        self.write(target, np.where(chosen, self.read(first, words[-1]), self.read(second, words[-1])),
-                   words[-1], active)  # fmt: skip
+        values = self.read(first, words[-1]), self.read(second, words[-1])
+        self.write(target, np.where(self.read(predicate, "pred"), *values), words[-1], active)
 
     def _dp4a(self, words: list[str], operands: list[str], active: Numbers) -> None:
         target, *factors, total = operands
@@ -307,17 +303,15 @@ class Program:
         if words[2] != "m16n8k16" or words[-2] not in ("f16", "bf16"):
             raise NotImplementedError(".".join(words))
         target, *sources = ([each.strip() for each in operand.strip("{}").split(",")] for operand in operands)
-        group, pair = np.arange(32) // 4, np.arange(32) % 4 * 2
-        warps = self.count // 32
-        first, second = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
-        total = np.zeros((warps, 16, 8))
-        for i, register in enumerate(sources[0]):
-            numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
-            for half in range(2):
+        # A thread's registers: of rows or columns `group`, and the same 8 behind, those `pair` and 8 behind.
+        group, pair, warps = np.arange(32) // 4, np.arange(32) % 4 * 2, self.count // 32
+        first, second, total = (np.zeros((warps, *shape)) for shape in ((16, 16), (16, 8), (16, 8)))
+        for half in range(2):
+            for i, register in enumerate(sources[0]):
+                numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
                 first[:, group + i % 2 * 8, pair + i // 2 * 8 + half] = numbers[..., half]
-        for i, register in enumerate(sources[1]):
-            numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
-            for half in range(2):
+            for i, register in enumerate(sources[1]):
+                numbers = self.read(register, f"{words[-2]}x2").reshape(warps, 32, 2)
                 second[:, pair + i * 8 + half, group] = numbers[..., half]
         for i, register in enumerate(sources[2]):
             total[:, group + i // 2 * 8, pair + i % 2] = self.read(register, "f32").reshape(warps, 32)
@@ -327,29 +321,32 @@ class Program:
 
     def _stmatrix(self, words: list[str], operands: list[str], active: Numbers) -> None:
         place, registers = operands
-        for register, half, address in self._matrices(registers, place, words):
-            raw = self.read(register, "u32") >> 16 * half
-            self.shared[address], self.shared[address + 1] = raw & 255, raw >> 8 & 255
+        for register, halves in self._matrices(registers, place, words):
+            raw = self.read(register, "u32")
+            for half, address in enumerate(halves):
+                for i in range(2):
+                    self.shared[address + i] = raw >> 16 * half + 8 * i & 255
 
     def _ldmatrix(self, words: list[str], operands: list[str], active: Numbers) -> None:
         registers, place = operands
-        for register, half, address in self._matrices(registers, place, words):
-            raw = (self.shared[address] + self.shared[address + 1].astype(np.int64) * 256) << 16 * half
-            raw = raw + self.read(register, "u16") if half else raw
-            self.write(register, raw, "u32", active)
+        for register, halves in self._matrices(registers, place, words):
+            found = [self.shared[address + i].astype(np.int64) for address in halves for i in range(2)]
+            self.write(register, sum(byte << 8 * i for i, byte in enumerate(found)), "u32", active)
 
-    def _matrices(self, registers: str, place: str, words: list[str]) -> Iterator[tuple[str, int, Numbers]]:
+    def _matrices(self, registers: str, place: str, words: list[str]) -> Iterator[tuple[str, list[Numbers]]]:
         """
-        Of matrices of 8 x 8 numbers of 16 bits, one a register, half of which is a number, and its address. A
-        thread holds two numbers of each matrix, and the address of one row of all of them.
+        Of matrices of 8 x 8 numbers of 16 bits, one a register, the addresses of the two numbers that each
+        thread holds. Of all matrices together a thread also has the address of one row.
         """
         rows, lane = self._address(place).reshape(-1, 32), np.arange(32)
         for matrix, register in enumerate(registers.strip("{}").split(",")):
+            halves = []
             for half in range(2):
                 row, column = lane // 4, lane % 4 * 2 + half
                 if "trans" in words:
                     row, column = column, row
-                yield register.strip(), half, (rows[:, 8 * matrix + row] + 2 * column).flatten()
+                halves.append((rows[:, 8 * matrix + row] + 2 * column).flatten())
+            yield register.strip(), halves
 
 
 def run(asm: str, outputs: int, inputs: Sequence[int]) -> list[int]:

@@ -26,15 +26,19 @@ BEGIN = """{ .reg .b32 code, sum, more, place, opposite, low, high, other;
     mov.b32 sum, 0; mov.b32 more, 0;"""
 
 
-def _each(word: str, first: int = 1) -> str:
+def _for_each_word(instructions: str, first: int = 1) -> str:
     """
-    `word` for each of four words of codes, from this operand on. $w is the word. Its codes of 8 bits, or
-    those in the low halves of its bytes, meet $a and $b, and those in the high halves $c and $d: pairs of
-    inputs, or high and low bytes of four, which stand behind the codes by eights.
+    These for each of four words of codes, the operands from `first` on. $w is the word. Its codes of 8 bits,
+    or those in the low halves of its bytes, meet the inputs in $a and $b, and those in the high halves $c and
+    $d: pairs in float16, or high and low bytes of four integers.
     """
-    places = ([i, *(4 + i // 2 * 4 + i % 2 + offset for offset in (0, 2, 8, 10))] for i in range(4))
-    names = ({name: f"${first + i}" for name, i in zip("wabcd", each, strict=True)} for each in places)
-    return "".join(map(Template(word).substitute, names))
+    text = ""
+    for i in range(4):
+        # Behind the codes stand words of each eight inputs: two of the first kind, two of the second.
+        a = first + 4 + 4 * (i // 2) + i % 2
+        places = {"w": first + i, "a": a, "b": a + 2, "c": a + 8, "d": a + 10}
+        text += Template(instructions).substitute({name: f"${place}" for name, place in places.items()})
+    return text
 
 
 def _end(*sums: str) -> str:
@@ -46,28 +50,31 @@ def _end(*sums: str) -> str:
     )
 
 
-MULTIPLY_FP8 = _each("""mov.b32 {first, second}, $w;
+MULTIPLY_FP8 = _for_each_word("""mov.b32 {first, second}, $w;
     cvt.rn.f16x2.e4m3x2 code, first;
     fma.rn.f16x2 sum, code, $a, sum;
     cvt.rn.f16x2.e4m3x2 code, second;
     fma.rn.f16x2 sum, code, $b, sum;""") + _end("sum")  # fmt: skip
-# Of products with high bytes `more` is the sum. The last operand is added, of INT4 a sixteenth of it: high
-# halves are multiplied where they stand.
+# Of products with high bytes `more` is the sum. The last operand, $13 or $21, is added; of INT4 a sixteenth
+# of it, for high halves are multiplied where they stand.
 MULTIPLY = "dp4a.{0}.s32 more, {1}, {2}, more; dp4a.{0}.u32 sum, {1}, {3}, sum;"
-LOW, HIGH = (MULTIPLY.format("u32", "code", *inputs) for inputs in ("$a $b".split(), "$c $d".split()))
+MULTIPLY_LOW = MULTIPLY.format("u32", "code", "$a", "$b")
+MULTIPLY_HIGH = MULTIPLY.format("u32", "code", "$c", "$d")
 END_INTEGERS = "shl.b32 more, more, 8; add.s32 $0, more, sum;"
-MULTIPLY_INT8 = "mov.b32 sum, $13;" + _each(MULTIPLY.format("s32", "$w", "$a", "$b")) + END_INTEGERS
+MULTIPLY_INT8 = f"""mov.b32 sum, $13;
+    {_for_each_word(MULTIPLY.format("s32", "$w", "$a", "$b"))}{END_INTEGERS}"""
 MULTIPLY_INT4 = f"""mov.b32 sum, $21;
-    {_each("and.b32 code, $w, 0xf0f0f0f0;" + HIGH)}
+    {_for_each_word("and.b32 code, $w, 0xf0f0f0f0;" + MULTIPLY_HIGH)}
     shr.s32 more, more, 4; shr.s32 sum, sum, 4;
-    {_each("and.b32 code, $w, 0x0f0f0f0f;" + LOW)}{END_INTEGERS}"""
-# Twice the numbers, and 12 more: integers from 0 to 24.
-TABLE = bytes(int(2 * number) + 12 for number in E2M1)
-FIND_CODES = FIND_BYTE.format("code", *(int.from_bytes(TABLE[i : i + 4], "little") for i in range(0, 16, 4)))
-FIND_MORE = "shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;"
+    {_for_each_word("and.b32 code, $w, 0x0f0f0f0f;" + MULTIPLY_LOW)}{END_INTEGERS}"""
+# Codes are places in a table, four of which are looked up at once: both halves of two bytes.
 PLACES = "mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;"
-MULTIPLY_MXFP4 = _each(PLACES + FIND_CODES + LOW + FIND_MORE + FIND_CODES + HIGH)
-MULTIPLY_MXFP4 = f"mov.b32 sum, $21;{MULTIPLY_MXFP4}{END_INTEGERS}"
+NEXT_PLACES = "shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;"
+# Of MXFP4 there stand twice the numbers, and 12 more: integers from 0 to 24.
+INTEGERS = bytes(int(2 * number) + 12 for number in E2M1)
+FIND_INTEGERS = FIND_BYTE.format("code", *torch.tensor([*INTEGERS], dtype=torch.uint8).numpy().view("<u4"))
+LOOK_UP_AND_MULTIPLY = f"{PLACES}{FIND_INTEGERS}{MULTIPLY_LOW}{NEXT_PLACES}{FIND_INTEGERS}{MULTIPLY_HIGH}"
+MULTIPLY_MXFP4 = f"mov.b32 sum, $21;{_for_each_word(LOOK_UP_AND_MULTIPLY)}{END_INTEGERS}"
 
 
 def _look_up_and_multiply(numbers: list[float], high: str) -> str:
@@ -78,20 +85,22 @@ def _look_up_and_multiply(numbers: list[float], high: str) -> str:
     fma.rn.f16x2 sum, code, $a, sum;
     prmt.b32 code, low, high, 0x7351;
     fma.rn.f16x2 {high}, code, $c, {high};
-    {FIND_MORE}{table_bytes}
+    {NEXT_PLACES}{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $b, sum;
     prmt.b32 code, low, high, 0x7351;
     fma.rn.f16x2 {high}, code, $d, {high};"""
 
 
-MULTIPLY_NF4 = _each(_look_up_and_multiply(NUMBERS, "sum")) + _end("sum")
-MULTIPLY_FP4 = _each(_look_up_and_multiply(FP4_NUMBERS, "more"), 2) + _end("sum", "more")
+MULTIPLY_NF4 = _for_each_word(_look_up_and_multiply(NUMBERS, "sum")) + _end("sum")
+MULTIPLY_FP4 = _for_each_word(_look_up_and_multiply(FP4_NUMBERS, "more"), 2) + _end("sum", "more")
 BY_KIND = MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4
 ASSEMBLY = tl.constexpr(tuple(f"{BEGIN}{each}}}" for each in BY_KIND))
-# What they want: results, four words of codes, the inputs as `prepare_inputs` makes them, and a start.
-OPERANDS = ("=f" + ",r" * 12, "=r" + ",r" * 13, "=r" + ",r" * 21, "=r" + ",r" * 21, "=f" + ",r" * 20)
-REGISTERS = tl.constexpr((*OPERANDS, "=&f,=&f" + ",r" * 20))
+# The constraints of their operands, by kind: results, and then so many words, four of codes, the inputs as
+# `prepare_inputs` makes them, and what sums of integers start with.
+RESULTS = ("=f", 12), ("=r", 13), ("=r", 21), ("=r", 21), ("=f", 20), ("=&f,=&f", 20)
+CONSTRAINTS = tl.constexpr(tuple(results + ",r" * count for results, count in RESULTS))
+IS_INTEGER = tl.constexpr((False, True, True, True, False, False))  # by kind
 STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 
 
@@ -124,36 +133,33 @@ def prepare_inputs(eights, factor, KIND):
     power of two for each row, so that the largest becomes 4 to 8, and no sum of 16 products with codes up to
     448 leaves its range. The interpreter, which multiplies in float32, leaves them as they are.
     """
-    IS_INTEGER: tl.constexpr = KIND >= INT8 and KIND <= MXFP4
+    TO_INTEGERS: tl.constexpr = IS_INTEGER[KIND]
     sums, unit = 0.0, 1.0
     if IS_INTERPRETED:
         words = eights
         for i in tl.static_range(len(eights)):
             sums += tl.sum(eights[i], axis=3)
     else:
-        largest = tl.abs(eights[0])
-        for i in tl.static_range(1, len(eights)):
-            largest = _larger(largest, tl.abs(eights[i]))
-        largest = tl.reduce(largest, 3, _larger)  # [PIECES, 1, ROWS]
-        if not IS_INTEGER:
+        largest = _largest(eights)
+        if not TO_INTEGERS:
             largest = tl.max(largest, axis=0)[None, :, :]
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - (127 if IS_INTEGER else 129)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - (127 if TO_INTEGERS else 129)
         exponent = tl.maximum(exponent, -126)
         divisor = _power_of_two(-exponent)[:, :, :, None]
         fours = ()
         for i in tl.static_range(len(eights)):
             values = eights[i] * divisor
-            if IS_INTEGER:  # which stands in the last bits: beside 2^23 a step is the last one of float32
+            if TO_INTEGERS:  # above 2^23 float32 has no fractions; its last 16 bits are the integer
                 values = values * STEPS + 1.5 * 2.0**23
             fours += (_split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4])),)
-        if KIND == MXFP4:  # codes of both halves of two bytes are taken at once
-            v, w, o, p = fours
-            fours = (v[0], o[0], v[1], o[1]), (w[0], p[0], w[1], p[1])
-            fours += (v[2], o[2], v[3], o[3]), (w[2], p[2], w[3], p[3])
+        if KIND == MXFP4:  # both halves of two bytes are looked up at once, so their inputs stand in turn
+            low, next_low, high, next_high = fours
+            fours = _in_turn(low, high, 0), _in_turn(next_low, next_high, 0)
+            fours += _in_turn(low, high, 2), _in_turn(next_low, next_high, 2)
         words = ()
         for i in tl.static_range(len(fours)):
-            words += _words_of(fours[i], IS_INTEGER)
-        if IS_INTEGER:
+            words += _words_of(fours[i], TO_INTEGERS)
+        if TO_INTEGERS:
             unit = _power_of_two(exponent)
             factor /= 2 * STEPS if KIND == MXFP4 else STEPS
             # A word of codes that are 1; of MXFP4 of those that stand for 0.
@@ -163,6 +169,21 @@ def prepare_inputs(eights, factor, KIND):
         else:
             factor *= _power_of_two(tl.reshape(exponent, factor.shape))
     return (words, sums, unit), factor
+
+
+@triton.jit
+def _largest(eights):
+    """The largest absolute number of each piece and row, [PIECES, 1, ROWS]; NaN is larger than all."""
+    largest = tl.abs(eights[0])
+    for i in tl.static_range(1, len(eights)):
+        largest = _larger(largest, tl.abs(eights[i]))
+    return tl.reduce(largest, 3, _larger)
+
+
+@triton.jit
+def _in_turn(low, high, FIRST: tl.constexpr):
+    """Two numbers of the four of either."""
+    return low[FIRST], high[FIRST], low[FIRST + 1], high[FIRST + 1]
 
 
 @triton.jit
@@ -177,7 +198,7 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _words_of(numbers, IS_INTEGER):
+def _words_of(numbers, TO_INTEGERS):
     """
     Two fours [PIECES, ROWS, 2] -> four int32 [PIECES, 1, ROWS]: of integers the high bytes of both fours, and
     then the low ones; else pairs of float16, the first ones of fours and then the second ones.
@@ -188,7 +209,7 @@ def _words_of(numbers, IS_INTEGER):
         prmt.b32 second, $4, $5, 0x5410;
         prmt.b32 $0, first, second, 0x7531;
         prmt.b32 $1, first, second, 0x6420; }"""
-    asm: tl.constexpr = bytes if IS_INTEGER else pairs
+    asm: tl.constexpr = bytes if TO_INTEGERS else pairs
     first, second = tl.inline_asm_elementwise(
         asm, "=&r,=r,f,f,f,f", numbers, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
@@ -246,7 +267,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
         operands = _split_four(words) + its_inputs
         if KIND == FP4:
             parts, more = _multiply(operands, KIND)
-        elif KIND >= INT8 and KIND <= MXFP4:
+        elif IS_INTEGER[KIND]:
             start = sums * (-16 if KIND == INT4 else -1) * subtracted
             parts = _multiply(operands + (start,), KIND).to(tl.float32)
         else:
@@ -264,13 +285,13 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
 @triton.jit
 def _multiply(operands, KIND):
     asm: tl.constexpr = ASSEMBLY[KIND]
-    registers: tl.constexpr = REGISTERS[KIND]
+    constraints: tl.constexpr = CONSTRAINTS[KIND]
     if KIND == FP4:
-        return tl.inline_asm_elementwise(asm, registers, operands, (tl.float32, tl.float32), True, 1)
-    elif KIND >= INT8 and KIND <= MXFP4:
-        return tl.inline_asm_elementwise(asm, registers, operands, tl.int32, True, 1)
+        return tl.inline_asm_elementwise(asm, constraints, operands, (tl.float32, tl.float32), True, 1)
+    elif IS_INTEGER[KIND]:
+        return tl.inline_asm_elementwise(asm, constraints, operands, tl.int32, True, 1)
     else:
-        return tl.inline_asm_elementwise(asm, registers, operands, tl.float32, True, 1)
+        return tl.inline_asm_elementwise(asm, constraints, operands, tl.float32, True, 1)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Products of a quantised weight and one or two rows, with what surrounds them in a decoder layer folded in.
 
-Quantised gemv is instruction-bound, as its weight has fewer bytes, which must be converted: what counts is
-the number of instructions a weight. So each program keeps its input in registers and goes through many rows
-of the weight; the next rows are on their way while one is multiplied. Pieces of 16 bytes are multiplied as
-integers or in float16, see multiply_words.py. Scales and all further sums are float32.
+A quantised weight has fewer bytes, which must be converted. So what counts beside them is the number of
+instructions a weight, and how long programs take until their first product: each keeps its input in registers
+and goes through many rows of the weight; the next rows are on their way while one is multiplied. Pieces of
+16 bytes are multiplied as integers or in float16, see multiply_words.py. Scales and all further sums are
+float32.
 """
 
 from collections.abc import Sequence
@@ -112,13 +113,13 @@ def matvec_sizes(
     How many programs multiply rows of x of this width, for each of so many owners of a result; how much each
     of them multiplies at once; and options of the launch.
     """
-    per_byte, its_inputs, height, registers = weight.codes_per_byte, INPUTS_PER_THREAD, HEIGHT, None
+    its_inputs, height, registers = INPUTS_PER_THREAD, HEIGHT, None  # of a thread, of a program, of a thread
     if weight.is_mxfp4:
         # Looking codes up takes registers, too, in which all warps must find room.
         height, registers = 2 * height, REGISTERS // (32 * WARPS_PER_MULTIPROCESSOR)
-    elif per_byte == 2:
+    elif weight.codes_per_byte == 2:
         its_inputs, height = its_inputs // 2, 4 * height
-    inputs = PIECE_BYTES * per_byte  # of a piece
+    inputs = PIECE_BYTES * weight.codes_per_byte  # of a piece
     pieces = next_power_of_2(width // inputs)
     num_warps = max(1, min(pieces * inputs * rows // (32 * its_inputs), MAX_WARPS))
     height = max(height // rows, least_height)
