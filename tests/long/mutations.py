@@ -958,10 +958,9 @@ MUTATIONS = [
         ("        parts += zero * (sums * unit)", "        pass"),
         ("more * zero", "more * scale"),
         ("        if KIND >= INT8 and KIND <= INT4:", "        if False:"),
-        ("int(2 * number) + 12", "int(2 * number) + 8"),
-        ("(127 if TO_INTEGERS", "(129 if TO_INTEGERS"),
-        ("low[FIRST], high[FIRST], low[FIRST + 1]", "low[FIRST], low[FIRST + 1], high[FIRST]"),
-        ("factor /= 2 * STEPS if KIND == MXFP4 else STEPS", "factor /= STEPS"),
+        ("(129, 127, 127, 139", "(129, 129, 129, 139"),
+        ("(a, c, b, d) if KIND == MXFP4 else (a, b, c, d)", "(a, b, c, d)"),
+        ("                factor *= 2.0**14", "                factor *= 2.0**13"),
         ("        squares += values * values", "        squares = values * values"),
     ),
     *mutations_of(

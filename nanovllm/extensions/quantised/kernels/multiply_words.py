@@ -1,16 +1,16 @@
 """Sums of products of 16 bytes of a quantised weight and the inputs that they meet, in few instructions.
 
-Codes that are integers, as twice the numbers of MXFP4 are, are multiplied as such, four at a time, by inputs
-that have become integers of 15 bits for that, and their sums are exact. Other codes become float16, two at a
-time, which is exact, and are multiplied and added so. Triton has none of these operations, so a GPU computes
-them in assembly language; the interpreter does the same in float32.
+Codes that are integers are multiplied as such, four at a time, by inputs that have become integers of 15 bits
+for that, and their sums are exact. Other codes become float16, two at a time, which is exact, and are
+multiplied and added so. Triton has none of these operations, so a GPU computes them in assembly language; the
+interpreter does the same in float32.
 """
 
 from string import Template
 
 import torch
 
-from nanovllm.extensions.quantised.kernels.nf4 import E2M1, FIND_BYTE, FP4_NUMBERS, NUMBERS, bytes_of
+from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, bytes_of
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4,
     INT4,
@@ -21,7 +21,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
 )
 from nanovllm.kernels.runtime import IS_INTERPRETED, masked_load, tl, triton
 
-BEGIN = """{ .reg .b32 code, sum, more, place, opposite, low, high, other;
+BEGIN = """{ .reg .b32 code, sum, more, sign, place, opposite, low, high, other;
     .reg .b16 first, second; .reg .f32 rest;
     mov.b32 sum, 0; mov.b32 more, 0;"""
 
@@ -67,25 +67,32 @@ MULTIPLY_INT4 = f"""mov.b32 sum, $21;
     {_for_each_word("and.b32 code, $w, 0xf0f0f0f0;" + MULTIPLY_HIGH)}
     shr.s32 more, more, 4; shr.s32 sum, sum, 4;
     {_for_each_word("and.b32 code, $w, 0x0f0f0f0f;" + MULTIPLY_LOW)}{END_INTEGERS}"""
-# Codes are places in a table, four of which are looked up at once: both halves of two bytes.
-PLACES = "mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;"
-NEXT_PLACES = "shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;"
-# Of MXFP4 there stand twice the numbers, and 12 more: integers from 0 to 24.
-INTEGERS = bytes(int(2 * number) + 12 for number in E2M1)
-FIND_INTEGERS = FIND_BYTE.format("code", *torch.tensor([*INTEGERS], dtype=torch.uint8).numpy().view("<u4"))
-LOOK_UP_AND_MULTIPLY = f"{PLACES}{FIND_INTEGERS}{MULTIPLY_LOW}{NEXT_PLACES}{FIND_INTEGERS}{MULTIPLY_HIGH}"
-MULTIPLY_MXFP4 = f"mov.b32 sum, $21;{_for_each_word(LOOK_UP_AND_MULTIPLY)}{END_INTEGERS}"
+# The bits of half a byte, moved to where float16 has them, are 2^-14 times their number. At once: the low halves
+# of bytes 0 and 2, those of bytes 1 and 3, the high halves of the former, of the latter.
+MULTIPLY_MXFP4 = _for_each_word(
+    "".join(
+        f"""{to_place} code, $w, {distance}; and.b32 code, code, 0x0e000e00;
+        shl.b32 sign, $w, {to_sign}; and.b32 sign, sign, 0x80008000; or.b32 code, code, sign;
+        fma.rn.f16x2 sum, code, {inputs}, sum;"""
+        for to_place, distance, to_sign, inputs in (
+            ("shl.b32", 9, 12, "$a"),
+            ("shl.b32", 1, 4, "$b"),
+            ("shl.b32", 5, 8, "$c"),
+            ("shr.b32", 3, 0, "$d"),
+        )
+    )
+) + _end("sum")
 
 
 def _look_up_and_multiply(numbers: list[float], high: str) -> str:
     """A word of places in a table; the products of high halves are added to the sum of that name."""
     table_bytes = bytes_of(numbers, torch.float16)
-    return f"""{PLACES}{table_bytes}
+    return f"""mov.b32 place, $w; xor.b32 opposite, place, 0x88888888;{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $a, sum;
     prmt.b32 code, low, high, 0x7351;
     fma.rn.f16x2 {high}, code, $c, {high};
-    {NEXT_PLACES}{table_bytes}
+    shr.b32 place, place, 16; shr.b32 opposite, opposite, 16;{table_bytes}
     prmt.b32 code, low, high, 0x6240;
     fma.rn.f16x2 sum, code, $b, sum;
     prmt.b32 code, low, high, 0x7351;
@@ -98,9 +105,11 @@ BY_KIND = MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_N
 ASSEMBLY = tl.constexpr(tuple(f"{BEGIN}{each}}}" for each in BY_KIND))
 # The constraints of their operands, by kind: results, and then so many words, four of codes, the inputs as
 # `prepare_inputs` makes them, and what sums of integers start with.
-RESULTS = ("=f", 12), ("=r", 13), ("=r", 21), ("=r", 21), ("=f", 20), ("=&f,=&f", 20)
+RESULTS = ("=f", 12), ("=r", 13), ("=r", 21), ("=f", 20), ("=f", 20), ("=&f,=&f", 20)
 CONSTRAINTS = tl.constexpr(tuple(results + ",r" * count for results, count in RESULTS))
-IS_INTEGER = tl.constexpr((False, True, True, True, False, False))  # by kind
+IS_INTEGER = tl.constexpr((False, True, True, False, False, False))  # by kind
+# The exponent that the largest input becomes, as float32 has it, by kind.
+BECOMES = tl.constexpr((129, 127, 127, 139, 129, 129))
 STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 
 
@@ -131,7 +140,8 @@ def prepare_inputs(eights, factor, KIND):
     As integers, inputs have 14 bits and a sign, as the largest of a piece has them: each piece has its unit
     [PIECES, 1, ROWS], which is infinite if one of the inputs is not finite. In float16, they are divided by a
     power of two for each row, so that the largest becomes 4 to 8, and no sum of 16 products with codes up to
-    448 leaves its range. The interpreter, which multiplies in float32, leaves them as they are.
+    448 leaves its range; codes of MXFP4 are 2^-14 times too small there, so their inputs become 2^10 times as
+    large. The interpreter, which multiplies in float32, leaves them as they are.
     """
     TO_INTEGERS: tl.constexpr = IS_INTEGER[KIND]
     sums, unit = 0.0, 1.0
@@ -143,7 +153,7 @@ def prepare_inputs(eights, factor, KIND):
         largest = _largest(eights)
         if not TO_INTEGERS:
             largest = tl.max(largest, axis=0)[None, :, :]
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - (127 if TO_INTEGERS else 129)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - BECOMES[KIND]
         exponent = tl.maximum(exponent, -126)
         divisor = _power_of_two(-exponent)[:, :, :, None]
         fours = ()
@@ -152,22 +162,19 @@ def prepare_inputs(eights, factor, KIND):
             if TO_INTEGERS:  # above 2^23 float32 has no fractions; its last 16 bits are the integer
                 values = values * STEPS + 1.5 * 2.0**23
             fours += (_split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4])),)
-        if KIND == MXFP4:  # both halves of two bytes are looked up at once, so their inputs stand in turn
-            low, next_low, high, next_high = fours
-            fours = _in_turn(low, high, 0), _in_turn(next_low, next_high, 0)
-            fours += _in_turn(low, high, 2), _in_turn(next_low, next_high, 2)
         words = ()
         for i in tl.static_range(len(fours)):
-            words += _words_of(fours[i], TO_INTEGERS)
+            a, b, c, d = fours[i]
+            words += _words_of((a, c, b, d) if KIND == MXFP4 else (a, b, c, d), TO_INTEGERS)
         if TO_INTEGERS:
             unit = _power_of_two(exponent)
-            factor /= 2 * STEPS if KIND == MXFP4 else STEPS
-            # A word of codes that are 1; of MXFP4 of those that stand for 0.
-            WORD: tl.constexpr = (0x01010101, 0x11111111, 0)[KIND - INT8]
-            word = tl.full([1, 1, 1], WORD, tl.int32)
+            factor /= STEPS
+            word = tl.full([1, 1, 1], 0x11111111 if KIND == INT4 else 0x01010101, tl.int32)  # codes of 1
             sums = _multiply((word, word, word, word) + words + (tl.zeros_like(word),), KIND)
         else:
             factor *= _power_of_two(tl.reshape(exponent, factor.shape))
+            if KIND == MXFP4:
+                factor *= 2.0**14
     return (words, sums, unit), factor
 
 
@@ -178,12 +185,6 @@ def _largest(eights):
     for i in tl.static_range(1, len(eights)):
         largest = _larger(largest, tl.abs(eights[i]))
     return tl.reduce(largest, 3, _larger)
-
-
-@triton.jit
-def _in_turn(low, high, FIRST: tl.constexpr):
-    """Two numbers of the four of either."""
-    return low[FIRST], high[FIRST], low[FIRST + 1], high[FIRST + 1]
 
 
 @triton.jit
@@ -252,9 +253,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
     the low halves of bytes, and behind these high halves, whose scale FP4 has in place of an offset.
     """
     its_inputs, sums, unit = inputs
-    # What codes stand above their number; of MXFP4 it is already in `sums`.
-    zero_point: tl.constexpr = 1 if KIND == MXFP4 else ZERO_POINT
-    subtracted = tl.full([1, 1, 1], zero_point, tl.int32) if grids[1] is None else zero.to(tl.int32)
+    subtracted = tl.full([1, 1, 1], ZERO_POINT, tl.int32) if grids[1] is None else zero.to(tl.int32)
     if IS_INTERPRETED:
         parts = _multiply_by_arithmetic(words, its_inputs, KIND, 0)
         if KIND >= INT4:

@@ -115,7 +115,7 @@ def matvec_sizes(
     """
     its_inputs, height, registers = INPUTS_PER_THREAD, HEIGHT, None  # of a thread, of a program, of a thread
     if weight.is_mxfp4:
-        # Looking codes up takes registers, too, in which all warps must find room.
+        # With more registers, as the compiler would like to have, not all warps find room.
         height, registers = 2 * height, REGISTERS // (32 * WARPS_PER_MULTIPROCESSOR)
     elif weight.codes_per_byte == 2:
         its_inputs, height = its_inputs // 2, 4 * height
