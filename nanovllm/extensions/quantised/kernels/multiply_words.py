@@ -67,8 +67,8 @@ MULTIPLY_INT4 = f"""mov.b32 sum, $21;
     {_for_each_word("and.b32 code, $w, 0xf0f0f0f0;" + MULTIPLY_HIGH)}
     shr.s32 more, more, 4; shr.s32 sum, sum, 4;
     {_for_each_word("and.b32 code, $w, 0x0f0f0f0f;" + MULTIPLY_LOW)}{END_INTEGERS}"""
-# The bits of half a byte, moved to where float16 has them, are 2^-14 times their number. At once: the low halves
-# of bytes 0 and 2, those of bytes 1 and 3, the high halves of the former, of the latter.
+# The bits of half a byte, moved to where float16 has them, are 2^-14 times their number. At once: low halves
+# of bytes 0 and 2, low halves of bytes 1 and 3, high halves of the former, of the latter.
 MULTIPLY_MXFP4 = _for_each_word(
     "".join(
         f"""{to_place} code, $w, {distance}; and.b32 code, code, 0x0e000e00;
