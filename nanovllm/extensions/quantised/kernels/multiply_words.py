@@ -14,7 +14,6 @@ from nanovllm.extensions.quantised.kernels.nf4 import FP4_NUMBERS, NUMBERS, byte
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     FP4,
     INT4,
-    INT8,
     MXFP4,
     code_to_float,
     scale_pair,
@@ -67,21 +66,17 @@ MULTIPLY_INT4 = f"""mov.b32 sum, $21;
     {_for_each_word("and.b32 code, $w, 0xf0f0f0f0;" + MULTIPLY_HIGH)}
     shr.s32 more, more, 4; shr.s32 sum, sum, 4;
     {_for_each_word("and.b32 code, $w, 0x0f0f0f0f;" + MULTIPLY_LOW)}{END_INTEGERS}"""
-# The bits of half a byte, moved to where float16 has them, are 2^-14 times their number. At once: low halves
-# of bytes 0 and 2, low halves of bytes 1 and 3, high halves of the former, of the latter.
-MULTIPLY_MXFP4 = _for_each_word(
-    "".join(
-        f"""{to_place} code, $w, {distance}; and.b32 code, code, 0x0e000e00;
-        shl.b32 sign, $w, {to_sign}; and.b32 sign, sign, 0x80008000; or.b32 code, code, sign;
+
+
+def _move_and_multiply(place: int, inputs: str) -> str:
+    """
+    The codes of MXFP4 at this bit of either 16 become float16: a sign there is bit 15, and the other three
+    bits, from 9 on, are 2^-14 times the number.
+    """
+    move = f"shl.b32 code, $w, {9 - place};" if place < 9 else f"shr.b32 code, $w, {place - 9};"
+    return f"""{move} and.b32 code, code, 0x0e000e00;
+        shl.b32 sign, $w, {12 - place}; and.b32 sign, sign, 0x80008000; or.b32 code, code, sign;
         fma.rn.f16x2 sum, code, {inputs}, sum;"""
-        for to_place, distance, to_sign, inputs in (
-            ("shl.b32", 9, 12, "$a"),
-            ("shl.b32", 1, 4, "$b"),
-            ("shl.b32", 5, 8, "$c"),
-            ("shr.b32", 3, 0, "$d"),
-        )
-    )
-) + _end("sum")
 
 
 def _look_up_and_multiply(numbers: list[float], high: str) -> str:
@@ -99,6 +94,9 @@ def _look_up_and_multiply(numbers: list[float], high: str) -> str:
     fma.rn.f16x2 {high}, code, $d, {high};"""
 
 
+# Low halves of bytes 0 and 2, and of bytes 1 and 3; then the high halves.
+MULTIPLY_ALL = map(_move_and_multiply, (0, 8, 4, 12), ("$a", "$b", "$c", "$d"))
+MULTIPLY_MXFP4 = _for_each_word("".join(MULTIPLY_ALL)) + _end("sum")
 MULTIPLY_NF4 = _for_each_word(_look_up_and_multiply(NUMBERS, "sum")) + _end("sum")
 MULTIPLY_FP4 = _for_each_word(_look_up_and_multiply(FP4_NUMBERS, "more"), 2) + _end("sum", "more")
 BY_KIND = MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4
@@ -108,8 +106,7 @@ ASSEMBLY = tl.constexpr(tuple(f"{BEGIN}{each}}}" for each in BY_KIND))
 RESULTS = ("=f", 12), ("=r", 13), ("=r", 21), ("=f", 20), ("=f", 20), ("=&f,=&f", 20)
 CONSTRAINTS = tl.constexpr(tuple(results + ",r" * count for results, count in RESULTS))
 IS_INTEGER = tl.constexpr((False, True, True, False, False, False))  # by kind
-# The exponent that the largest input becomes, as float32 has it, by kind.
-BECOMES = tl.constexpr((129, 127, 127, 139, 129, 129))
+EXPONENTS = tl.constexpr((2, 0, 0, 12, 2, 2))  # that the largest input gets, by kind
 STEPS = tl.constexpr(2.0**13)  # of integers that inputs from -2 to 2 become
 
 
@@ -153,7 +150,7 @@ def prepare_inputs(eights, factor, KIND):
         largest = _largest(eights)
         if not TO_INTEGERS:
             largest = tl.max(largest, axis=0)[None, :, :]
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - BECOMES[KIND]
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127 - EXPONENTS[KIND]
         exponent = tl.maximum(exponent, -126)
         divisor = _power_of_two(-exponent)[:, :, :, None]
         fours = ()
@@ -164,7 +161,7 @@ def prepare_inputs(eights, factor, KIND):
             fours += (_split_four(tl.reshape(values, [values.shape[0], values.shape[2], 2, 4])),)
         words = ()
         for i in tl.static_range(len(fours)):
-            a, b, c, d = fours[i]
+            a, b, c, d = fours[i]  # codes of MXFP4 that meet at once are two bytes apart
             words += _words_of((a, c, b, d) if KIND == MXFP4 else (a, b, c, d), TO_INTEGERS)
         if TO_INTEGERS:
             unit = _power_of_two(exponent)
@@ -260,7 +257,7 @@ def multiply_pieces(words, scale, zero, inputs, grids, KIND, ZERO_POINT):
             more = _multiply_by_arithmetic(words, its_inputs, KIND, 4)
             if KIND != FP4:
                 parts += more
-        if KIND >= INT8 and KIND <= INT4:
+        if IS_INTEGER[KIND]:
             parts -= subtracted.to(tl.float32) * sums
     else:
         operands = _split_four(words) + its_inputs

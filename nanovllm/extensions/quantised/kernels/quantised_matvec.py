@@ -2,9 +2,9 @@
 
 A quantised weight has fewer bytes, which must be converted. So what counts beside them is the number of
 instructions a weight, and how long programs take until their first product: each keeps its input in registers
-and goes through many rows of the weight; the next rows are on their way while one is multiplied. Pieces of
-16 bytes are multiplied as integers or in float16, see multiply_words.py. Scales and all further sums are
-float32.
+and goes through many rows of the weight; while one multiplies, the next rows of others are on their way.
+Pieces of 16 bytes are multiplied as integers or in float16, see multiply_words.py. Scales and all further
+sums are float32.
 """
 
 from collections.abc import Sequence
