@@ -107,7 +107,8 @@ def varlen_prefill_attention_torch(
     ends_k = step.cu_seqlens_k.tolist()
     for i, (begin, end) in enumerate(pairwise(step.cu_seqlens_q.tolist())):
         len_q, len_k = end - begin, ends_k[i + 1] - ends_k[i]
-        if len_q == 0:
+        if 0 in (len_q, len_k):  # padding sees no keys
+            out[begin:end] = 0
             continue
         ends = torch.arange(len_k - len_q + 1, len_k + 1, device=q.device)  # behind each query's last key
         begins = variant.first_token(ends)

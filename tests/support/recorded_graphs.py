@@ -30,6 +30,7 @@ REFERENCES = [
     (shared_prefix, "cascade_attention_torch"),
     (token_masks, "apply_masks_torch"),
     (attention, "paged_decode_attention_torch"),
+    (attention, "varlen_prefill_attention_torch"),
     (decode_inputs, "decode_inputs_torch"),
     (kv_store, "store_kvcache_torch"),
     (sampling, "sample_torch"),

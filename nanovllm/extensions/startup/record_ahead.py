@@ -12,16 +12,21 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.interfaces import Observer
 from nanovllm.extensions.startup.compile_ahead import CompileAhead
+from nanovllm.extensions.startup.short_prefills import ShortPrefills
 
 
 def observers(config: Config, make_group: Callable[[int], Group]) -> list[Observer]:
     """
-    Who compiles kernels ahead; and who records graphs ahead, on one GPU and where nobody's own parts run
-    between the engine's steps.
+    Who compiles kernels ahead; and who records graphs ahead and of prefills, on one GPU and where nobody's
+    own parts run between the engine's steps.
     """
     compiling = CompileAhead(config, make_group)
     is_alone = config.tensor_parallel_size == 1 and not config.extensions
-    return [compiling, RecordAhead()] if is_alone and config.device != "cpu" else [compiling]
+    if not is_alone or config.device == "cpu":
+        return [compiling]
+    # A model of transformers may do in Python what a graph would leave out.
+    recording = [RecordAhead(), ShortPrefills()] if config.hf_config.architectures else [RecordAhead()]
+    return [compiling, *recording]
 
 
 class RecordAhead(Observer):

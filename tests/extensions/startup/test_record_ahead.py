@@ -151,12 +151,22 @@ def test_nothing_is_recorded_ahead_without_graphs_or_when_somebody_might_wait_fo
 
 
 @pytest.mark.parametrize(
-    "facts", [{}, {"device": "cpu"}, {"tensor_parallel_size": 2}, {"extensions": ["mine"]}], ids=str
+    "facts, count",
+    [
+        ({}, 3),
+        ({"hf_config": SimpleNamespace(architectures=[])}, 2),
+        ({"device": "cpu"}, 1),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"extensions": ["mine"]}, 1),
+    ],
+    ids=str,
 )
-def test_it_is_done_on_one_gpu_and_without_somebodys_own_parts(facts):
-    config = SimpleNamespace(**{"device": "cuda", "tensor_parallel_size": 1, "extensions": None} | facts)
+def test_it_is_done_on_one_gpu_and_without_somebodys_own_parts(facts, count):
+    usual = dict(device="cuda", tensor_parallel_size=1, extensions=None)
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), **usual)
+    vars(config).update(facts)
     kinds = [type(each).__name__ for each in record_ahead.observers(config, None)]
-    assert kinds == ["CompileAhead", "RecordAhead"][: 1 if facts else 2]
+    assert kinds == ["CompileAhead", "RecordAhead", "ShortPrefills"][:count]
 
 
 def test_after_an_error_steps_record_what_they_need(observer):

@@ -1,0 +1,105 @@
+"""Records prefills of few tokens as CUDA graphs, as decode steps are: else the GPU waits for the host.
+
+Starting the kernels of all layers one by one takes the host longer than the GPU computes some hundred tokens.
+A prefill is padded to one of a few sizes. The padding is a sequence of its own, which sees no keys and is not
+stored.
+"""
+
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.engine.cuda_graphs import Step
+from nanovllm.engine.interfaces import Observer
+from nanovllm.utils.context import Context, get_context, set_context
+
+NUM_TOKENS = 64, *range(128, 1025, 128)
+NUM_SEQUENCES = 2, 16  # the last of which is padding
+
+Kind = tuple[int, int, bool]  # how many tokens and sequences, and whether keys come from the cache
+Recording = tuple[Tensor, dict[str, Any], Step]  # token ids and positions, the context, what replays it
+
+
+class ShortPrefills(Observer):
+    """
+    Takes the place of the model's `forward` when the engine is ready. If recording fails it stops, and
+    prefills run eagerly.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: dict[Kind, Recording] = {}
+        self.modules: list[nn.Module] = []  # the model first
+        self.has_failed = False
+
+    def started(self, engine: Any) -> None:
+        self._engine = engine
+        model = engine.model_runner.model
+        self.modules = [*model.modules()]
+        model.forward = self.forward
+
+    def stop(self) -> None:
+        self.recorded.clear()
+        self.modules.clear()
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As the model's."""
+        step, count = get_context(), len(input_ids)
+        kind = self._kind_of(step, count)
+        if kind is None:
+            return self._compute(input_ids, positions)
+        try:
+            if kind not in self.recorded:
+                self.recorded[kind] = self._record(kind)
+        except Exception:  # too little memory, say
+            self.has_failed = True
+            return self._compute(input_ids, positions)
+        tokens, its, replay = self.recorded[kind]
+        tokens[0, :count].copy_(input_ids)
+        tokens[1, :count].copy_(positions)
+        its["slot_mapping"].fill_(-1)[:count].copy_(step.slot_mapping)
+        ends = len(step.cu_seqlens_q)
+        its["cu_seqlens_q"].fill_(len(tokens[0]))[:ends].copy_(step.cu_seqlens_q)
+        its["cu_seqlens_k"].copy_(step.cu_seqlens_k[-1])[:ends].copy_(step.cu_seqlens_k)
+        if step.block_tables is not None:
+            its["block_tables"][: ends - 1].copy_(step.block_tables)
+        return replay()()[:count]
+
+    def _compute(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        model = self.modules[0]
+        return type(model).forward(model, input_ids, positions)
+
+    def _kind_of(self, step: Context, count: int) -> Kind | None:
+        """Of the graph for this step. None: it has to run eagerly."""
+        if not step.is_prefill or self.has_failed or self._engine.model_runner.graphs is None:
+            return None
+        tokens = next((n for n in NUM_TOKENS if n >= count), None)
+        sequences = next((n for n in NUM_SEQUENCES if n >= len(step.cu_seqlens_q)), None)  # with padding
+        if tokens is None or sequences is None:
+            return None
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
+            return None  # somebody wants to see the step
+        return tokens, sequences, step.block_tables is not None
+
+    def _record(self, kind: Kind) -> Recording:
+        num_tokens, num_sequences, is_cached = kind
+        runner = self._engine.model_runner
+        new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
+        tokens = new(2, num_tokens, dtype=torch.int64)
+        its = dict(
+            cu_seqlens_q=new(num_sequences + 1),
+            cu_seqlens_k=new(num_sequences + 1),
+            max_seqlen_q=num_tokens,
+            max_seqlen_k=runner.config.max_model_len,
+            slot_mapping=new(num_tokens),
+            block_tables=new(num_sequences, runner.slots.inputs.block_tables.shape[1]) if is_cached else None,
+        )
+
+        def compute() -> Tensor:
+            set_context(True, **its)
+            return self._compute(*tokens)
+
+        # The step's own context stays as it is.
+        return tokens, its, copy_context().run(runner.graphs.capture, lambda: compute, False)

@@ -1,0 +1,100 @@
+"""Prefills of few tokens are recorded, and tell what those tell that run eagerly."""
+
+import random
+
+import pytest
+import recorded_graphs
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extensions.startup.short_prefills import ShortPrefills
+from tiny_checkpoints import EXACT, make_checkpoint
+
+pick = random.Random(1)
+# Lengths of prompts: alone and together, up to the sizes that there are and beyond.
+BATCHES = [[pick.randrange(1, 40) for _ in range(count)] for count in (1, 3, 1, 15, 16)]
+BATCHES += [[64], [65], [200, 25], [300, 300, 300, 124], [300, 300, 300, 150], [64]]
+BATCHES += [[25] * 15, [190, 190], [20]]  # a graph replayed with fewer sequences, and with fewer tokens
+first = iter(range(256))  # no two begin alike
+PROMPTS = [[[next(first), *pick.choices(range(256), k=n - 1)] for n in lengths] for lengths in BATCHES]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+NEW = {(64, 2, False), (64, 16, False), (128, 2, False)}
+NEW |= {(tokens, 16, False) for tokens in (256, 384, 1024)}
+CACHED = {(64, 2, True), (64, 16, True)}  # the second time nearly all of each prompt is in the cache
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=2))
+
+
+def tokens_of_all(llm) -> list[list[int]]:
+    return [each["token_ids"] for batch in PROMPTS for each in llm.generate(batch, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> list[list[int]]:
+    with LLM(folder, **OPTIONS) as llm:
+        return tokens_of_all(llm)
+
+
+OPTIONS = EXACT | dict(num_kvcache_blocks=600, max_num_seqs=520)
+
+
+@pytest.fixture
+def llm(folder, monkeypatch):
+    with LLM(folder, **OPTIONS) as made:
+        recorded_graphs.install(made, monkeypatch)
+        yield made
+
+
+@pytest.fixture
+def prefills(llm) -> ShortPrefills:
+    observer = ShortPrefills()
+    observer.started(llm)
+    return observer
+
+
+def test_recorded_prefills_tell_the_same(llm, prefills, expected):
+    for kinds in (NEW, NEW | CACHED):
+        assert tokens_of_all(llm) == expected
+        assert {*prefills.recorded} == kinds
+    num_graphs = len(llm.model_runner.graphs.graphs)
+    assert tokens_of_all(llm) == expected
+    assert len(llm.model_runner.graphs.graphs) == num_graphs
+    prefills.stop()
+    assert not prefills.recorded
+
+
+def test_hooks_are_called_in_all_prefills(llm, prefills, expected):
+    seen = []
+    hook = llm.model_runner.model.model.norm.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert tokens_of_all(llm) == expected
+    assert not prefills.recorded
+    hook.remove()
+    assert tokens_of_all(llm) == expected
+    assert prefills.recorded
+
+
+def test_where_recording_fails_prefills_run_eagerly(llm, prefills, expected, monkeypatch):
+    capture = llm.model_runner.graphs.capture
+
+    def fail(step, in_two):
+        if "ShortPrefills" in getattr(step, "__qualname__", ""):
+            raise RuntimeError("no memory")
+        return capture(step, in_two)
+
+    monkeypatch.setattr(llm.model_runner.graphs, "capture", fail)
+    assert tokens_of_all(llm) == expected
+    assert prefills.has_failed and not prefills.recorded
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_tell_the_same(folder):
+    found = []
+    options = dict(dtype="float32", max_num_seqs=520, gpu_memory_utilization=0.2)
+    for is_eager in (True, False):
+        with LLM(folder, enforce_eager=is_eager, **options) as llm:
+            found += [tokens_of_all(llm), tokens_of_all(llm)]
+            prefills = [each for each in llm.parts.observers if isinstance(each, ShortPrefills)]
+            assert {*prefills[0].recorded} == (set() if is_eager else NEW | CACHED)
+    assert found[0] == found[1] == found[2] == found[3]
