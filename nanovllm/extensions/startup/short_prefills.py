@@ -17,9 +17,9 @@ from nanovllm.engine.interfaces import Observer
 from nanovllm.utils.context import Context, get_context, set_context
 
 NUM_TOKENS = 64, *range(128, 1025, 128)
-NUM_SEQUENCES = 2, 16  # the last of which is padding
+MAX_SEQUENCES = 16  # the last of which is padding
 
-Kind = tuple[int, int, bool]  # how many tokens and sequences, and whether keys come from the cache
+Kind = tuple[int, bool]  # how many tokens, and whether keys come from the cache
 Recording = tuple[Tensor, dict[str, Any], Step]  # token ids and positions, the context, what replays it
 
 
@@ -75,26 +75,24 @@ class ShortPrefills(Observer):
         """Of the graph for this step. None: it has to run eagerly."""
         if not step.is_prefill or self.has_failed or self._engine.model_runner.graphs is None:
             return None
-        tokens = next((n for n in NUM_TOKENS if n >= count), None)
-        sequences = next((n for n in NUM_SEQUENCES if n >= len(step.cu_seqlens_q)), None)  # with padding
-        if tokens is None or sequences is None:
+        if count > NUM_TOKENS[-1] or len(step.cu_seqlens_q) > MAX_SEQUENCES:
             return None
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             return None  # somebody wants to see the step
-        return tokens, sequences, step.block_tables is not None
+        return next(n for n in NUM_TOKENS if n >= count), step.block_tables is not None
 
     def _record(self, kind: Kind) -> Recording:
-        num_tokens, num_sequences, is_cached = kind
+        num_tokens, is_cached = kind
         runner = self._engine.model_runner
         new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
         tokens = new(2, num_tokens, dtype=torch.int64)
         its = dict(
-            cu_seqlens_q=new(num_sequences + 1),
-            cu_seqlens_k=new(num_sequences + 1),
+            cu_seqlens_q=new(MAX_SEQUENCES + 1),
+            cu_seqlens_k=new(MAX_SEQUENCES + 1),
             max_seqlen_q=num_tokens,
             max_seqlen_k=runner.config.max_model_len,
             slot_mapping=new(num_tokens),
-            block_tables=new(num_sequences, runner.slots.inputs.block_tables.shape[1]) if is_cached else None,
+            block_tables=new(MAX_SEQUENCES, runner.slots.inputs.block_tables.shape[1]) if is_cached else None,
         )
 
         def compute() -> Tensor:

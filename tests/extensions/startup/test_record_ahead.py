@@ -277,7 +277,7 @@ def test_on_a_gpu_they_are_there_when_they_are_needed_and_compute_the_same(on_gp
     launching, found, by_threads = RecordAhead.launching, [], []
     for is_ahead in (False, True):
         monkeypatch.setattr(RecordAhead, "launching", launching if is_ahead else lambda *_: None)
-        with LLM(on_gpu, max_num_seqs=64, gpu_memory_utilization=0.2) as llm:
+        with LLM(on_gpu, max_num_seqs=64, num_kvcache_blocks=200) as llm:
             runner, capture = llm.model_runner, llm.model_runner.capture_cudagraph
 
             def note(kind, capture=capture):
@@ -300,9 +300,9 @@ def test_on_a_gpu_they_are_there_when_they_are_needed_and_compute_the_same(on_gp
 @pytest.mark.parametrize("end", ["exit", "error"])
 def test_on_a_gpu_an_engine_may_end_or_fail_while_a_graph_is_recorded(on_gpu, monkeypatch, end):
     prompts, params = make_prompts(12)
-    with LLM(on_gpu, max_num_seqs=16, gpu_memory_utilization=0.2) as llm:
+    with LLM(on_gpu, max_num_seqs=16, num_kvcache_blocks=200) as llm:
         expected = [each["token_ids"] for each in llm.generate(prompts, params, use_tqdm=False)]
-    with LLM(on_gpu, max_num_seqs=16, gpu_memory_utilization=0.2) as llm:
+    with LLM(on_gpu, max_num_seqs=16, num_kvcache_blocks=200) as llm:
         runner, is_recording = llm.model_runner, threading.Event()
         decode_step = runner.decode_step
 
