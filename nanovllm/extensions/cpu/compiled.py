@@ -36,7 +36,7 @@ entry = njit(cache=True, nogil=True)
 
 
 class Step(NamedTuple):
-    """Arrays, float32 unless said otherwise; the last are each thread's own."""
+    """Arrays, float32 unless said otherwise."""
 
     matrices: np.ndarray  # int64 [layers, 4, parts, (address, kind, first tile, the one behind)], see `pack`
     norms: np.ndarray  # [layers, 2, hidden]
@@ -48,13 +48,7 @@ class Step(NamedTuple):
     cache: np.ndarray  # uint16, the bits of bfloat16: [2, layers, blocks, block_size, kv_heads, head_dim]
     qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim]
     attended: np.ndarray  # [rows, heads, head_dim]
-    added: np.ndarray  # [rows, hidden]
     gates: np.ndarray  # [rows, 2 * width]
-    normed: np.ndarray  # [threads, hidden]
-    codes: np.ndarray  # int8 [threads, rows, 2 * most inputs], of each group the high digits first
-    scales: np.ndarray  # [threads, rows, groups]
-    sums: np.ndarray  # int32 [threads, rows, groups, 2], of the codes of a group's halves
-    scores: np.ndarray  # [threads, most tokens]
 
 
 @compiled
@@ -104,9 +98,23 @@ def store_digits(x, codes, place):
 
 
 @compiled
-def quantise(step, thread, row, x):
-    """What the thread's products read of a row."""
-    codes, scales, sums = step.codes[thread, row], step.scales[thread, row], step.sums[thread, row]
+def make_inputs(rows, width):
+    """
+    Memory for what a thread's products read: codes int8 [rows, 2 * width], of each group the high digits
+    first; their scales [rows, groups]; and sums of the codes of a group's halves, int32 [rows, groups, 2].
+    """
+    groups = width // GROUP
+    return (
+        np.empty((rows, 2 * width), np.int8),
+        np.empty((rows, groups), f32),
+        np.empty((rows, groups, 2), i32),
+    )
+
+
+@compiled
+def quantise(inputs, row, x):
+    """What products read of a row."""
+    codes, scales, sums = inputs
     for group in range(len(x) // GROUP):
         start, largest = group * GROUP, f32(0)
         for i in range(start, start + GROUP):
@@ -114,25 +122,24 @@ def quantise(step, thread, row, x):
         inverse = f32(LARGEST) / max(largest, f32(1e-30))
         first = second = i32(0)
         for i in range(HALF):
-            first += store_digits(x[start + i] * inverse, codes, 2 * start + i)
-            second += store_digits(x[start + HALF + i] * inverse, codes, 2 * start + HALF + i)
-        scales[group], sums[group, 0], sums[group, 1] = largest / f32(LARGEST), first, second
+            first += store_digits(x[start + i] * inverse, codes[row], 2 * start + i)
+            second += store_digits(x[start + HALF + i] * inverse, codes[row], 2 * start + HALF + i)
+        scales[row, group], sums[row, group, 0], sums[row, group, 1] = largest / f32(LARGEST), first, second
 
 
 @compiled
-def multiply(step, thread, matrix, width, begin, end, y):
+def multiply(inputs, matrix, width, begin, end, y):
     """LANES outputs of each of these tiles, y [rows, outputs], from so many inputs that are quantised."""
+    codes, scales, sums = inputs
     for part in range(len(matrix)):
         address, kind, first, last = matrix[part]
         groups, block_bytes = width // GROUP, LANES * (4 + (HALF if kind == NIBBLES else GROUP))
         for tile in range(max(begin, first), min(end, last)):
             start = address + (tile - first) * (4 * LANES + groups * block_bytes)
             for row in range(len(y)):
-                codes, scales = step.codes[thread, row], step.scales[thread, row]
-                sums = step.sums[thread, row]
-                x, total, block = codes.ctypes.data, load(start), start + 4 * LANES
+                x, total, block = codes[row].ctypes.data, load(start), start + 4 * LANES
                 for group in range(groups):
-                    numbers = block, x, scales[group], sums[group, 0], sums[group, 1]
+                    numbers = block, x, scales[row, group], sums[row, group, 0], sums[row, group, 1]
                     if kind == NIBBLES:
                         total = add_nibbles(total, *numbers)
                     elif kind == BYTES:
@@ -144,11 +151,11 @@ def multiply(step, thread, matrix, width, begin, end, y):
 
 
 @compiled
-def multiply_add(step, thread, threads, matrix, width, x):
+def multiply_add(inputs, thread, threads, matrix, width, x):
     """Add the product to x [rows, hidden]."""
     begin, end = share(x.shape[1] // LANES, thread, threads)
-    added = step.added[: len(x)]
-    multiply(step, thread, matrix, width, begin, end, added)
+    added = np.empty_like(x)
+    multiply(inputs, matrix, width, begin, end, added)
     for row in range(len(x)):
         for i in range(begin * LANES, end * LANES):
             x[row, i] += added[row, i]
@@ -213,14 +220,16 @@ def run_layers(arguments, thread, threads):
     (rows, hidden), width, kv_heads = x.shape, step.gates.shape[1] // 2, step.cache.shape[4]
     qkv, attended, gates = step.qkv[:rows], step.attended[:rows], step.gates[:rows]
     heads, dim = attended.shape[1:]
-    flat_qkv, normed = qkv.reshape(rows, -1), step.normed[thread]
+    flat_qkv, normed = qkv.reshape(rows, -1), np.empty(hidden, f32)
+    inputs = make_inputs(rows, max(hidden, heads * dim, width))
+    scores = np.empty(tables.shape[1] * step.cache.shape[3], f32)
     for layer in range(len(step.matrices)):
         matrix = step.matrices[layer]
         for row in range(rows):
             rms_norm(x[row], step.norms[layer, 0], step.eps, normed)
-            quantise(step, thread, row, normed)
+            quantise(inputs, row, normed)
         begin, end = share(flat_qkv.shape[1] // LANES, thread, threads)
-        multiply(step, thread, matrix[QKV], hidden, begin, end, flat_qkv)
+        multiply(inputs, matrix[QKV], hidden, begin, end, flat_qkv)
         wait(threads)
         for item in range(thread, rows * qkv.shape[1], threads):
             row, head = item // qkv.shape[1], item % qkv.shape[1]
@@ -229,25 +238,25 @@ def run_layers(arguments, thread, threads):
         for item in range(thread, rows * heads, threads):
             row, head = item // heads, item % heads
             seen = step.cache[0, layer], step.cache[1, layer], head // (heads // kv_heads)
-            its = tables[row], lengths[row], step.scale, step.scores[thread], attended[row, head]
+            its = tables[row], lengths[row], step.scale, scores, attended[row, head]
             attend(qkv[row, head], *seen, *its)
         wait(threads)
         for row in range(rows):
-            quantise(step, thread, row, attended[row].reshape(-1))
-        multiply_add(step, thread, threads, matrix[OUT], heads * dim, x)
+            quantise(inputs, row, attended[row].reshape(-1))
+        multiply_add(inputs, thread, threads, matrix[OUT], heads * dim, x)
         wait(threads)
         for row in range(rows):
             rms_norm(x[row], step.norms[layer, 1], step.eps, normed)
-            quantise(step, thread, row, normed)
+            quantise(inputs, row, normed)
         begin, end = share(width // LANES, thread, threads)
         for half in range(2):
             start = half * width // LANES
-            multiply(step, thread, matrix[GATE_UP], hidden, start + begin, start + end, gates)
+            multiply(inputs, matrix[GATE_UP], hidden, start + begin, start + end, gates)
         silu_and_mul(gates, begin * LANES, end * LANES)
         wait(threads)
         for row in range(rows):
-            quantise(step, thread, row, gates[row, :width])
-        multiply_add(step, thread, threads, matrix[DOWN], width, x)
+            quantise(inputs, row, gates[row, :width])
+        multiply_add(inputs, thread, threads, matrix[DOWN], width, x)
         wait(threads)
     for row in range(thread, rows, threads):
         rms_norm(x[row], step.last_norm, step.eps, x[row])
@@ -255,11 +264,12 @@ def run_layers(arguments, thread, threads):
 
 @compiled
 def run_head(arguments, thread, threads):
-    step, head, x, logits = arguments
+    head, x, logits = arguments
+    inputs = make_inputs(*x.shape)
     for row in range(len(x)):
-        quantise(step, thread, row, x[row])
+        quantise(inputs, row, x[row])
     begin, end = share(logits.shape[1] // LANES, thread, threads)
-    multiply(step, thread, head, x.shape[1], begin, end, logits)
+    multiply(inputs, head, x.shape[1], begin, end, logits)
 
 
 @entry
@@ -273,7 +283,7 @@ def decode_step(arguments, threads):
 
 @entry
 def compute_logits(arguments, threads):
-    """From hidden states x to logits [rows, outputs]; of (step, head as a Step's matrix, x, logits)."""
+    """From hidden states x to logits [rows, outputs]; of (head as a Step's matrix, x, logits)."""
     if threads == 1:
         run_head(arguments, 0, 1)
     else:

@@ -118,7 +118,7 @@ class CompiledStep:
         self.max_rows = MAX_ROWS if self.functions.HAS_DOT else 1
         self.embed_tokens, self.head = model.model.embed_tokens, model.lm_head
         self.attention = model.model.layers[0].self_attn.attn
-        self.widths = [linear.matrix.shape[1] for linear in _matrices(model.model.layers[0])]
+        self.width = model.model.layers[0].mlp.down_proj.matrix.shape[1]
         self.num_threads = torch.get_num_threads() if has_openmp() else 1
         self.packed: list[Tensor] = []  # whose addresses the step has
         self.weights = self._weights(model.model)
@@ -157,26 +157,20 @@ class CompiledStep:
             start = rows.stop
         return parts
 
-    def _make_step(self, max_blocks: int) -> Any:
-        """The step of the engine's KV cache, for block tables of this width."""
-        attn, weights, widths = self.attention, self.weights, self.widths
-        (layers, _, hidden), page = weights["norms"].shape, attn.k_cache.shape
-        sizes = 2, layers, *page
+    def _make_step(self) -> Any:
+        """The step of the engine's KV cache."""
+        attn, weights = self.attention, self.weights
+        layers = len(weights["norms"])
+        sizes = 2, layers, *attn.k_cache.shape
         strides = [layers * attn.k_cache.numel(), attn.k_cache.numel(), *attn.k_cache.stride()]
         cache = attn.k_cache.as_strided(sizes, strides, 0).view(torch.uint16).numpy()  # see kv_cache.py
-        heads, dim, threads = attn.num_heads, attn.head_dim, self.num_threads
+        heads, dim = attn.num_heads, attn.head_dim
         return self.functions.Step(
             **weights,
             cache=cache,
             qkv=_empty(MAX_ROWS, heads + 2 * attn.num_kv_heads, dim),
             attended=_empty(MAX_ROWS, heads, dim),
-            added=_empty(MAX_ROWS, hidden),
-            gates=_empty(MAX_ROWS, 2 * widths[-1]),
-            normed=_empty(threads, hidden),
-            codes=_empty(threads, MAX_ROWS, 2 * max(widths), dtype=np.int8),
-            scales=_empty(threads, MAX_ROWS, max(widths) // GROUP),
-            sums=_empty(threads, MAX_ROWS, max(widths) // GROUP, 2, dtype=np.int32),
-            scores=_empty(threads, max_blocks * page[1]),
+            gates=_empty(MAX_ROWS, 2 * self.width),
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -185,7 +179,7 @@ class CompiledStep:
         if step.is_prefill or not 0 < len(input_ids) <= self.max_rows:
             return self.run_model(input_ids, positions)
         if self.step is None:
-            self.step = self._make_step(step.block_tables.shape[1])
+            self.step = self._make_step()
         hidden_states = self.embed_tokens(input_ids)
         x = hidden_states.float().numpy()
         inputs = positions, step.slot_mapping, step.context_lens, step.block_tables
@@ -198,14 +192,13 @@ class CompiledStep:
             return self.run_head(hidden_states)
         logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
         head = np.array([[self.packed_head.data_ptr(), BYTES, 0, len(self.packed_head)]])
-        arguments = self.step, head, hidden_states.float().numpy(), logits
-        self.functions.compute_logits(arguments, self.num_threads)
+        self.functions.compute_logits((head, hidden_states.float().numpy(), logits), self.num_threads)
         num_rows = self.head.vocab_end - self.head.vocab_start
         return torch.from_numpy(logits)[:, :num_rows].to(hidden_states.dtype)
 
 
-def _empty(*shape: int, dtype: type = np.float32) -> np.ndarray:
-    return np.empty(shape, dtype)
+def _empty(*shape: int) -> np.ndarray:
+    return np.empty(shape, np.float32)
 
 
 def _stack(norms: list[tuple[nn.Module, nn.Module]], size: int) -> np.ndarray:

@@ -33,12 +33,10 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, kind: int, bias: Tensor |
 
 def quantise(weight: Tensor) -> Tensor:
     """A matrix [outputs, inputs] in 8 bits with a scale for GROUP inputs, packed. Zeros fill up its tiles."""
-    rows = F.pad(weight, (0, 0, 0, -len(weight) % LANES))
-    return torch.cat([_quantise(piece) for piece in rows.split(2**10)])
-
-
-def _quantise(weight: Tensor) -> Tensor:
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 127).clamp_min(1e-30).bfloat16().float()
-    codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-    return pack(codes, scales, torch.zeros_like(scales), BYTES)
+    tiles = []
+    for rows in F.pad(weight, (0, 0, 0, -len(weight) % LANES)).split(2**10):
+        groups = rows.float().unflatten(1, (-1, GROUP))
+        scales = (groups.abs().amax(-1) / 127).clamp_min(1e-30).bfloat16().float()
+        codes = (groups / scales.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+        tiles.append(pack(codes, scales, torch.zeros_like(scales), BYTES))
+    return torch.cat(tiles)

@@ -84,24 +84,14 @@ def test_packed_matrices_multiply():
         )
     weight, bias = torch.cat(weight)[:, :-1], torch.cat(weight)[:, -1]
     outputs, x = len(bias), torch.randn(rows, groups * GROUP, generator=rng)
-    empty = [np.zeros(0, np.float32)] * 4
-    step = compiled.Step(
-        np.zeros((0, 4, 1, 4), np.int64), np.zeros((0, 2, 1), np.float32), np.zeros((0, 2, 1), np.float32),
-        empty[0], np.zeros((0, 1), np.float32), np.float32(0), np.float32(0),
-        np.zeros((2, 0, 0, 0, 0, 0), np.uint16), np.zeros((0, 0, 0), np.float32),
-        np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32),
-        np.zeros((1, 0), np.float32), np.zeros((1, rows, 2 * groups * GROUP), np.int8),
-        np.zeros((1, rows, groups), np.float32), np.zeros((1, rows, groups, 2), np.int32),
-        np.zeros((1, 0), np.float32),
-    )  # fmt: skip
     found = np.zeros((rows, outputs), np.float32)
     matrix = np.array(matrix)
-    compiled.compute_logits((step, matrix, x.numpy(), found), 1)
+    compiled.compute_logits((matrix, x.numpy(), found), 1)
     expected = x.double() @ weight.double().t() + bias
     error = (torch.from_numpy(found) - expected).abs().max() / expected.std()
     assert error < 3e-4  # inputs have 15 bits
     found[:] = 0
-    compiled.compute_logits((step, matrix, np.zeros_like(x), found), 1)
+    compiled.compute_logits((matrix, np.zeros_like(x), found), 1)
     assert np.array_equal(found, np.broadcast_to(bias, found.shape))
 
 
