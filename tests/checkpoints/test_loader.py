@@ -522,7 +522,7 @@ def fetch(tmp_path, monkeypatch):
 
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "x*"}
 
-    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str], **options) -> str:
         assert name == "owner/name"
         for file in REPOSITORY:
             is_allowed, is_ignored = (

@@ -1155,7 +1155,7 @@ MUTATIONS = [
         ('in ("eos", "eot", "eom")', 'in ("eos", "eot")'),
         ('scaling.type", "linear")', 'scaling.type", "none")'),
         (
-            'number("rope.scaling.factor", older, float)',
+            'number("rope.scaling.factor", number("rope.scale_linear", 0.0, float), float)',
             'number("rope.scaling.factor", 0.0, float)',
         ),
         ('scaling["attn_factor"] = attn_factor', "pass"),
@@ -1454,7 +1454,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/checkpoints/untrusted",
         (" if listed or not file.match(OTHER_COPY)", ""),
-        ("tokenizer.backend_tokenizer.post_processor = begin", "pass"),
+        ("tokenizer.backend_tokenizer.post_processor = ", "_ = "),
         (" TEKKEN: 2**26,", ""),
         ('if type(tokenizer).__name__.startswith("MistralCommon"):', "if False:"),
         ("if super().has_tokenizer() else", "if False else"),

@@ -98,8 +98,10 @@ class GGUFCheckpoint(Checkpoint):
                 "quantization_config": self._quantisation() if self.fill is None else None,
             }
             own = self.model.read_gguf_fields(raw, number, stored)
-            others = {"attention.value_length": {"v_head_dim"}}  # what says it in another way
-            others["rope.dimension_count"] = {"qk_rope_head_dim", "partial_rotary_factor"}
+            others = {  # what says it in another way
+                "attention.value_length": {"v_head_dim"},
+                "rope.dimension_count": {"qk_rope_head_dim", "partial_rotary_factor"},
+            }
             for name, fields in others.items():
                 if number(name, head_dim) != head_dim and not fields & own.keys():
                     raise ValueError(f"{name} must be {head_dim} like the keys' length")
@@ -191,8 +193,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _quantisation(self) -> dict[str, Any]:
         """Of the layers' matrices in all."""
-        layers = (tensor for name, tensor in self.stored.items() if name.startswith("blk."))
-        matrices = [tensor for tensor in layers if len(tensor.shape) > 1]
+        stored = self.stored.items()
+        matrices = [each for name, each in stored if name.startswith("blk.") and len(each.shape) > 1]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         num_bytes = sum(matrix.encoded.nbytes for matrix in matrices)
         experts = {each.quantisation.name for each in matrices if each.name.endswith("_exps.weight")}
@@ -214,8 +216,7 @@ class GGUFCheckpoint(Checkpoint):
         kind = self.metadata.get(f"{prefix}scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise ValueError(f"rope.scaling.type {kind!r} is not known; known: linear, yarn")
-        older = number("rope.scale_linear", 0.0, float)
-        factor = number("rope.scaling.factor", older, float) or 1.0
+        factor = number("rope.scaling.factor", number("rope.scale_linear", 0.0, float), float) or 1.0
         # Written by converters, not read by llama.cpp. The second may say what follows from the factor.
         for name, own in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 0.1 * math.log(abs(factor)) + 1)):
             value = number(f"rope.scaling.{name}", 1.0, float)
@@ -224,9 +225,13 @@ class GGUFCheckpoint(Checkpoint):
         scaling = {}
         if kind == "yarn":
             trained = number("rope.scaling.original_context_length", number("context_length"))
-            scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
-            for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-                scaling[name] = number(f"rope.scaling.yarn_{name}", default, float)
+            scaling = {
+                "rope_type": kind,
+                "factor": factor,
+                "original_max_position_embeddings": trained,
+                "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0, float),
+                "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0, float),
+            }
         elif kind == "linear" and factor != 1:
             scaling = {"rope_type": kind, "factor": factor}
         if FREQUENCY_FACTORS in self.stored:  # how llama.cpp stores the scaling of Llama 3.1

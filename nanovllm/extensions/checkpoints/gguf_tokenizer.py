@@ -42,9 +42,7 @@ CUTS = [
     ("tekken", [rf"{SMALL_WORD}|{CAPITAL_WORD}|\p{{N}}|{OTHERS_OR_PATH}"]),
     (
         "gpt-4o llama4 kanana2 talkie minimax-m2",
-        [
-            rf"{SMALL_WORD}{CONTRACTION}?|{CAPITAL_WORD}{CONTRACTION}?|\p{{N}}{{1,3}}|{OTHERS_OR_PATH}",
-        ],
+        [rf"{SMALL_WORD}{CONTRACTION}?|{CAPITAL_WORD}{CONTRACTION}?|\p{{N}}{{1,3}}|{OTHERS_OR_PATH}"],
     ),
     ("deepseek-coder", [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_OR_HANGUL, r"\p{N}"]),
     ("deepseek-llm", [r"[\r\n]", rf"\s?[{CASED}]+", PUNCTUATION, r"\s+$", CHINESE_OR_HANGUL, r"\p{N}+"]),
@@ -144,8 +142,9 @@ def _sentencepiece_tokenizer(given: dict[str, Any], vocabulary: dict[str, int]) 
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     unknown = tokens[given.get("unknown_token_id", 0)]
-    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     encode = [normalizers.Replace(" ", "▁")]
     decode = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if given.get("add_space_prefix", True):

@@ -85,9 +85,8 @@ def _download_gguf(name: str, options: dict[str, Any]) -> str:
     wanted = rf"(.*[-._/])?{re.escape(kind)}(-\d+-of-\d+)?\.gguf" if kind else re.escape(file)
     fitting = [each for each in files if re.fullmatch(wanted, each, re.IGNORECASE)]
     if len(fitting) != 1:
-        problem = f"several fit: {', '.join(fitting)}"
-        if not fitting:
-            problem = f"the hub has these: {', '.join(files) or 'none'}"
+        others = f"the hub has these: {', '.join(files) or 'none'}"
+        problem = f"several fit: {', '.join(fitting)}" if fitting else others
         raise ValueError(f"model {name!r}: there is no such file, and of {hub_id} {problem}")
     folder = fetch(hub_id, map(glob.escape, files[fitting[0]]), options, ignored=())
     return str(Path(folder, fitting[0]))
@@ -98,9 +97,8 @@ def _list_gguf(name: str, options: dict[str, Any]) -> dict[str, list[str]]:
     from huggingface_hub import HfApi, snapshot_download
 
     hub_id = HUB_ID.match(name)[0]
-    known = {name: value for name, value in options.items() if name != "cache_dir"}
     try:
-        listed = HfApi().list_repo_files(hub_id, **known)
+        listed = HfApi(token=options.get("token")).list_repo_files(hub_id, revision=options.get("revision"))
     except Exception as error:  # unknown, private or gated; or no network
         missing = f"model {name!r}: there is no such file"
         with library_errors(f"{missing}, and the hub does not tell its files: {error}"):

@@ -30,14 +30,9 @@ def guarded(tokenizer: Any, path: str) -> Any:
         return None
     messages = {"encode": f"the tokenizer of {path!r}", "decode": f"{path}: the tokenizer cannot decode"}
     for name, message in messages.items():
-        setattr(tokenizer, name, functools.partial(_call, getattr(tokenizer, name), message))
+        setattr(tokenizer, name, library_errors(message)(getattr(tokenizer, name)))
     tokenizer.apply_chat_template = functools.partial(_render_chat, tokenizer.apply_chat_template)
     return tokenizer
-
-
-def _call(method: Any, message: str, *args: Any, **options: Any) -> Any:
-    with library_errors(message):
-        return method(*args, **options)
 
 
 def _render_chat(method: Any, *args: Any, **options: Any) -> Any:

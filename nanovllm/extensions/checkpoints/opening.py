@@ -28,7 +28,6 @@ def open_checkpoint(
     looked for.
     """
     downloads = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.token}
-    downloads = {name: value for name, value in downloads.items() if value is not None}
     checkpoint = _open(config.model, config.load_format, downloads, models)
     checkpoint.read_config = read_config
     if isinstance(checkpoint, CheckedFolder):
@@ -45,15 +44,15 @@ def open_checkpoint(
         checkpoint.config = _overridden(checkpoint.config, config.hf_overrides | text)
     if config.activation_dtype != "auto":
         checkpoint.read_config = functools.partial(_with_activations, read_config, config.activation_dtype)
-    downloads.pop("revision", None)  # is the model's
+    del downloads["revision"]  # is the model's
     if config.lora is not None:
         from nanovllm.extensions.checkpoints.adapter import add_adapter
 
         add_adapter(checkpoint, config.lora, downloads)
     if config.tokenizer not in (None, config.model):
-        name = os.fspath(config.tokenizer)
         with library_errors("tokenizer"):
-            checkpoint.tokenizer = _open(name, "auto", downloads, models, only_tokenizer=True).tokenizer
+            other = _open(os.fspath(config.tokenizer), "auto", downloads, models, only_tokenizer=True)
+        checkpoint.tokenizer = other.tokenizer
     return checkpoint
 
 

@@ -100,8 +100,7 @@ def describe(name: str) -> list[str]:
 
 def build(config: Config) -> ModelRunner:
     """The first rank's. Raises ValueError if the model cannot be built."""
-    group = Group(0, config.tensor_parallel_size)
-    runner = ModelRunner(config, LLM.assembly(config), group, device=META)
+    runner = ModelRunner(config, LLM.assembly(config), Group(0, config.tensor_parallel_size), device=META)
     runner.build()
     return runner
 
@@ -141,8 +140,9 @@ def measure(model: nn.Module, config: Config) -> tuple[str, int, float]:
 
 
 def main() -> int:
-    command = "python -m nanovllm.extensions.checkpoints.support"
-    parser = argparse.ArgumentParser(command, description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m nanovllm.extensions.checkpoints.support", description=__doc__.partition("\n\n")[0]
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as in LLM(MODEL)")
     status = 0
     for name in parser.parse_args().models:

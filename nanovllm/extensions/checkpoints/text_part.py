@@ -47,17 +47,11 @@ WHOLES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
 }
-# How names of the text part begin in files, and how they do in a file of a text alone.
-PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
 TOWERS = """
     visual vision_tower vision_model multi_modal_projector embed_vision audio_tower embed_audio
 """.split()
-# In a pattern for names, the dots of a prefix may be escaped.
-PREFIX_IN_PATTERN = re.compile(r"model\\?\.language_model|language_model\\?\.model")
+# How names of the text part begin in files. In a pattern for names, the dots may be escaped.
+PREFIX = re.compile(r"model\\?\.language_model|language_model\\?\.model")
 
 
 def open_text_part(checkpoint: Any) -> None:
@@ -120,13 +114,9 @@ def text_name(name: str) -> str | None:
     The name that a tensor or a layer, or a pattern for names, has in the text part; None if it belongs to
     what reads images.
     """
-    if name.startswith("re:"):
-        return PREFIX_IN_PATTERN.sub("model", name)
-    for prefix, own in PREFIXES.items():
-        if name.startswith(prefix):
-            return name.replace(prefix, own, 1)
-    is_tower = name.removeprefix("model.").partition(".")[0] in TOWERS
-    return None if is_tower else name
+    if name.removeprefix("model.").partition(".")[0] in TOWERS:
+        return None
+    return PREFIX.sub("model", name).replace("language_model.lm_head.", "lm_head.")
 
 
 def text_tensors(

@@ -23,8 +23,14 @@ from nanovllm.extensions.checkpoints.made_up import toy_tokenizer
 from nanovllm.utils.validation import check
 
 # Of weights of fewer bits and what belongs to them.
-DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+DTYPES |= {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 TEKKEN = "tekken.json"  # Mistral's own tokenizer
 # By name or ending; several times what the largest models have. JSON takes many times its size in memory.
 MAX_BYTES = {"tokenizer.json": 2**26, TEKKEN: 2**26, ".json": 2**24, ".jinja": 2**20}
@@ -107,8 +113,7 @@ class CheckedFolder(FolderCheckpoint):
 
         with library_errors(f"{self.path}: transformers cannot read the tokenizer"):
             self._check_tokenizer_config()
-            read = super().tokenizer if super().has_tokenizer() else self._read_tekken
-            tokenizer = read()
+            tokenizer = super().tokenizer() if super().has_tokenizer() else self._read_tekken()
             if type(tokenizer).__name__.startswith("MistralCommon"):
                 # Where mistral-common is installed: its own tokenizers have no chat template.
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path, local_files_only=True)
@@ -126,11 +131,14 @@ class CheckedFolder(FolderCheckpoint):
         try:
             tokenizer = convert_tekken_tokenizer(str(self.folder / TEKKEN))
         except ImportError as error:
-            remedy = "install mistral-common, or name another tokenizer with tokenizer='...'"
-            raise ValueError(f"{TEKKEN} cannot be read alone; {remedy}") from error
+            raise ValueError(
+                f"{TEKKEN} cannot be read alone; install mistral-common, or name another tokenizer with "
+                "tokenizer='...'"
+            ) from error
         bos = tokenizer.bos_token
-        begin = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
-        tokenizer.backend_tokenizer.post_processor = begin
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
         return tokenizer
 
     def _check_tokenizer_config(self) -> None:

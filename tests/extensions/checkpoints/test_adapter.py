@@ -291,7 +291,8 @@ def test_of_a_hub_id_two_files_are_fetched(folder, adapter, monkeypatch):
     assert open_checkpoint(folder, lora="owner/name", **hub).changes
     assert seen.pop("ignore_patterns")
     files = ["adapter_config.json", "adapter_model.safetensors"]
-    assert seen == {"name": "owner/name", "allow_patterns": files, "token": "secret"}
+    hub = {"cache_dir": None, "token": "secret"}
+    assert seen == {"name": "owner/name", "allow_patterns": files, **hub}
 
 
 def test_an_embedding_that_is_the_lm_head_too_is_not_merged(tmp_path):

@@ -323,7 +323,7 @@ def test_the_lines_of_a_model_that_many_use(tmp_path, capsys, monkeypatch):
     config = json.loads(PUBLISHED.read_text())["models"]["Qwen/Qwen3-0.6B"]["config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("nanovllm.extensions.checkpoints.hub.read_headers", lambda name: [])
-    monkeypatch.setattr("nanovllm.extensions.checkpoints.hub.download", lambda *_: str(tmp_path))
+    monkeypatch.setattr("nanovllm.extensions.checkpoints.hub.download", lambda *_, **__: str(tmp_path))
     assert run(capsys, monkeypatch, "Qwen/Qwen3-0.6B") == (
         0,
         [

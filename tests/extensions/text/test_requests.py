@@ -830,7 +830,7 @@ def test_only_tokens_that_somebody_gets_are_in_the_sum_of_logprobs(llm, says, ki
 
 def test_the_ways_to_call_in_the_manual_work_as_written(tmp_path, monkeypatch, capsys):
     folder = make_checkpoint(tmp_path, "qwen3", vocab_size=257, max_position_embeddings=1024)
-    monkeypatch.setattr("nanovllm.extensions.checkpoints.hub.download", lambda name, weights: str(folder))
+    monkeypatch.setattr("nanovllm.extensions.checkpoints.hub.download", lambda *_, **__: str(folder))
     manual = (Path(__file__).parents[3] / "docs/requests.md").read_text()
     [code] = re.findall(r"## Ways to call\n+```python\n(.*?)```", manual, re.DOTALL)
     exec(code, {"__name__": "__main__"})
