@@ -486,7 +486,7 @@ MUTATIONS = [
         ("if seq.slot == slot and slot not in new}", "if slot not in new}"),
         ("        self._in_slots = kept | new", "        self._in_slots |= new"),
         ("self.addresses.zero_()[slots]", "self.addresses[slots]"),
-        ("place = step.positions % HISTORY", "place = step.positions % (HISTORY - 1)"),
+        ("step.positions % HISTORY]", "step.positions % (HISTORY - 1)]"),
         ("        self._in_slots.clear()\n        self.rules.clear()\n", "        self._in_slots.clear()\n"),
         ("min(len(request.token_ids) + params.min_tokens, FOREVER)", "min(params.min_tokens, FOREVER)"),
         (

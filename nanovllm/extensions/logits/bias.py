@@ -40,8 +40,7 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
     rules += [(FOREVER, BAN, word) for word in bad_words]
     if params.min_tokens:
         until = min(len(request.token_ids) + params.min_tokens, FOREVER)
-        ends = sorted(request.end_token_ids)
-        rules += [(until, BAN, [token_id]) for token_id in ends]
+        rules += [(until, BAN, [token_id]) for token_id in sorted(request.end_token_ids)]
     fields = []
     before = []
     for until, added, (*preceding, token_id) in rules:
@@ -50,8 +49,7 @@ def rules_of(request: Any, bad_words: list[list[int]]) -> np.ndarray:
         fields.append((until, added, token_id, end, len(preceding)))
     fields = np.reshape(fields, (-1, RULE_FIELDS)).T
     fields[1] = np.float32(fields[1]).view(np.int32)
-    words = np.concatenate([[len(rules)], *fields, before])
-    return words.astype(np.int32)
+    return np.concatenate([[len(rules)], *fields, before]).astype(np.int32)
 
 
 def history_of(seq: Sequence) -> np.ndarray:
@@ -59,8 +57,7 @@ def history_of(seq: Sequence) -> np.ndarray:
     history = np.full(HISTORY, -1, dtype=np.int32)
     end = len(seq.token_ids)
     start = max(seq.num_prompt_tokens, end - HISTORY)
-    places = np.arange(start, end) % HISTORY
-    history[places] = seq.token_ids[start:]
+    history[np.arange(start, end) % HISTORY] = seq.token_ids[start:]
     return history
 
 
@@ -88,8 +85,7 @@ class BiasProcessor(LogitsProcessor):
         params = request.params
         prompts = self.prompts
         prompts.check_has_tokenizer("bad_words", params.bad_words, where)
-        biased = [token_id for token_id, _ in params.logit_bias]
-        prompts.check_token_ids("logit_bias", biased, where)
+        prompts.check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], where)
         bad_words = self.bad_words(params)
         rules = rules_of(request, bad_words)
         if len(rules) > RULE_WORDS:
@@ -116,10 +112,10 @@ class BiasProcessor(LogitsProcessor):
             raise ValueError(f"bad_words has {shown(text)}, of which the tokenizer makes no token")
         longest = max(map(len, found))
         if longest > HISTORY:
-            rule = f"each of bad_words must have at most {HISTORY} tokens"
-            raise ValueError(f"{rule}, got {longest} of {shown(text)}")
-        different = dict.fromkeys(found)
-        return [[*ids] for ids in different if ids and max(ids) < prompts.vocab_size]
+            raise ValueError(
+                f"each of bad_words must have at most {HISTORY} tokens, got {longest} of {shown(text)}"
+            )
+        return [[*ids] for ids in dict.fromkeys(found) if ids and max(ids) < prompts.vocab_size]
 
     def prepare(self, sequences: list[Sequence]) -> Any:
         """
@@ -132,12 +128,10 @@ class BiasProcessor(LogitsProcessor):
         kept = {slot: seq for slot, seq in self._in_slots.items() if seq.slot == slot and slot not in new}
         self._in_slots = kept | new
         rules = {slot: seq.request.own[self.name] for slot, seq in new.items()}
-        histories = [history_of(seq) for seq in new.values()]
-        return [*kept], rules, np.array(histories)
+        return [*kept], rules, np.array([*map(history_of, new.values())])
 
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        shape = num_slots, HISTORY
-        self.history = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.history = torch.full((num_slots, HISTORY), -1, dtype=torch.int32, device=device)
         self.addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def receive(self, message: Any) -> None:
@@ -147,25 +141,21 @@ class BiasProcessor(LogitsProcessor):
             del self.rules[slot]
         if new:
             sizes = [len(rules) for rules in new.values()]
-            words = np.concatenate([*new.values()])
-            rules = to_device(words, device)
+            rules = to_device(np.concatenate([*new.values()]), device)
             self.rules |= zip(new, torch.split_with_sizes_copy(rules, sizes), strict=True)
             slots = to_device(np.array([*new]), device)
             self.history[slots] = to_device(history, device)
         addresses = [rules.data_ptr() for rules in self.rules.values()]
-        table = np.int64([[*self.rules], addresses])
-        slots, addresses = to_device(table, device)
+        slots, addresses = to_device(np.int64([[*self.rules], addresses]), device)
         self.addresses.zero_()[slots] = addresses
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
         logits = logits.float()
-        tables = self.rules, self.addresses, self.history
-        apply_rules(logits, step.slots, step.positions, *tables)
+        apply_rules(logits, step.slots, step.positions, self.rules, self.addresses, self.history)
         return logits
 
     def drawn(self, raw_logits: Tensor, tokens: Tensor, step: SamplingStep) -> None:
-        place = step.positions % HISTORY
-        self.history[step.slots, place] = tokens.int()
+        self.history[step.slots, step.positions % HISTORY] = tokens.int()
 
     def reset(self) -> None:
         """A slot's history is written before it is read."""

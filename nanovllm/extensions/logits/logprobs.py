@@ -35,8 +35,7 @@ def top_logprobs(
     """
     token_ids = token_ids[:, None]
     if num_top:
-        likeliest = top_tokens(logits, min(num_top, logits.shape[1]))
-        token_ids = torch.cat((token_ids, likeliest), 1)
+        token_ids = torch.cat((token_ids, top_tokens(logits, min(num_top, logits.shape[1]))), 1)
     logprobs, ranks = token_logprobs(logits, token_ids, *drawn_with)
     return logprobs[:, 0], ranks, token_ids[:, 1:], logprobs[:, 1:]
 
@@ -51,8 +50,7 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
     best = _largest(blocks.amax(2), count).sort(1).values  # these blocks have all of them
     within = torch.arange(BLOCK, device=best.device)
     candidates = (best[:, :, None] * BLOCK + within).flatten(1)
-    found = _largest(padded.gather(1, candidates), count)
-    return candidates.gather(1, found)
+    return candidates.gather(1, _largest(padded.gather(1, candidates), count))
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -63,7 +61,7 @@ def read_logprobs(found: TopLogprobs, num_top: int) -> list[TokenLogprobs]:
     """One for each token, with so many of the likeliest tokens."""
     logprobs, ranks, top_ids, top_logprobs = found
     tensors = logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top]
-    return [*zip(*(tensor.tolist() for tensor in tensors), strict=True)]
+    return [*zip(*map(Tensor.tolist, tensors), strict=True)]
 
 
 class TopProcessor(LogitsProcessor):

@@ -41,7 +41,6 @@ class PenaltyProcessor(SlotSettings):
     fields = ("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids")
     order = 20
     reserved_bytes = 32 * FLAGS_AT_ONCE
-
     neutral = Penalties()
 
     def start(self, config: Any, prompts: Any) -> None:
@@ -54,10 +53,11 @@ class PenaltyProcessor(SlotSettings):
         params = request.params
         allowed = params.allowed_token_ids or ()
         self.prompts.check_token_ids("allowed_token_ids", allowed, where)
-        all_end = request.end_token_ids.issuperset(allowed)
-        if params.min_tokens and allowed and all_end:
-            rule = f"each of allowed_token_ids={shown(allowed)} ends a completion"
-            raise ValueError(f"{where}: min_tokens={params.min_tokens} is not reached: {rule}")
+        if params.min_tokens and allowed and request.end_token_ids.issuperset(allowed):
+            raise ValueError(
+                f"{where}: min_tokens={params.min_tokens} is not reached: each of "
+                f"allowed_token_ids={shown(allowed)} ends a completion"
+            )
 
     def numbers_of(self, params: SamplingParams) -> Penalties:
         repetition = min(max(params.repetition_penalty, 1e-6), 1e6)
@@ -82,8 +82,7 @@ class PenaltyProcessor(SlotSettings):
     def allocate(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         super().allocate(num_slots, vocab_size, device)
         self.vocab_size = vocab_size
-        shape = num_slots, vocab_size
-        self.token_flags = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.token_flags = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
 
     def receive(self, message: Any) -> None:
         settings, fills, added = message
@@ -93,8 +92,7 @@ class PenaltyProcessor(SlotSettings):
         self.token_flags[slots] = flags.int()[:, None]
         table = self.token_flags.view(-1)
         for start in range(0, len(added), FLAGS_AT_ONCE):
-            some = added[start : start + FLAGS_AT_ONCE]
-            index, flags = to_device(some, device).unbind(1)
+            index, flags = to_device(added[start : start + FLAGS_AT_ONCE], device).unbind(1)
             table.index_add_(0, index, flags.int())
 
     def apply(self, logits: Tensor, step: SamplingStep) -> Tensor:
