@@ -631,7 +631,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/text/llm",
-        ("return use_tqdm if callable(use_tqdm) else tqdm", "return tqdm"),
+        ("        return use_tqdm\n", "        return tqdm\n"),
     ),
     *mutations_of("nanovllm/extensions/api/lm_eval", ("if value is not None}", "if True}")),
     *mutations_of(

@@ -170,12 +170,9 @@ def own_options(options: Mapping[str, Any], known: Collection[str], stacklevel: 
 def takes_foreign(function: Callable) -> Callable:
     """The function of an object, which can also be called with options of vLLM, see `own_options`."""
     _, *known = inspect.signature(function).parameters
-    names = frozenset(known)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if not names.issuperset(options):
-            options = own_options(options, known)
-        return function(*args, **options)
+        return function(*args, **own_options(options, known))
 
     return call

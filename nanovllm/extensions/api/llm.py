@@ -104,8 +104,9 @@ class ApiLLM(NotCopied, LLMEngine):
             return super().add_request(prompt, sampling_params)
         check(isinstance(request_id, str), "request_id must be a text", request_id)
         if self._own_ids.get(request_id) in self.unfinished:
-            message = f"request_id must be a new one, got that of an unfinished request: {request_id!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"request_id must be a new one, got that of an unfinished request: {request_id!r}"
+            )
         if self.is_finished():
             self._own_ids.clear()
         seq_id = super().add_request(prompt, sampling_params)

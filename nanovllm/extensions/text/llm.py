@@ -41,9 +41,11 @@ class Asked:
 
 def _bar_maker(use_tqdm: UseBar) -> MakeBar:
     """What makes the progress bar, which may be hidden."""
-    is_good = isinstance(use_tqdm, bool) or callable(use_tqdm)
-    check(is_good, "use_tqdm must be True, False or what makes a bar as tqdm does", use_tqdm)
-    return use_tqdm if callable(use_tqdm) else tqdm if use_tqdm else no_bar
+    if callable(use_tqdm):
+        return use_tqdm
+    rule = "use_tqdm must be True, False or what makes a bar as tqdm does"
+    check(isinstance(use_tqdm, bool), rule, use_tqdm)
+    return tqdm if use_tqdm else no_bar
 
 
 # What hides it; what shows it leaves that to tqdm, which heeds TQDM_DISABLE.

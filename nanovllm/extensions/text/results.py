@@ -105,8 +105,9 @@ def make_score(token_ids: list[int], request: Request) -> dict[str, Any]:
 def _fill(output: AttrDict, tokenizer: Any, seq: Sequence, text: str, start: int = 0) -> AttrDict:
     """Put into `output` what a completion has from its token `start` on, whose text is given."""
     token_ids = seq.completion_token_ids[start:]
-    output.update(text=text, token_ids=token_ids)
-    output.update(finish_reason=seq.finish_reason, stop_reason=seq.stop_reason)
+    output.update(
+        text=text, token_ids=token_ids, finish_reason=seq.finish_reason, stop_reason=seq.stop_reason
+    )
     if (count := seq.sampling_params.logprobs) is not None:
         found = seq.request.own["logprobs"].get(seq.seq_id, [])[start : seq.num_completion_tokens]
         output["logprobs"] = _describe(tokenizer, token_ids, found, count)

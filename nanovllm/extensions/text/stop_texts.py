@@ -21,13 +21,9 @@ class StopTexts(Observer):
 
     def after_step(self, step: Any) -> None:
         """A token that a step in flight draws for a stopped sequence is thrown away."""
-        if not self.texts:
-            return
-        for seq in step.drawing:
-            if (text := self.texts.get(seq)) is None:
-                continue
+        for seq in [seq for seq in self.texts if seq in step.drawing]:
             try:
-                if (stop := text.find_stop()) is not None:
+                if (stop := self.texts[seq].find_stop()) is not None:
                     self.engine.end(seq, "stop", stop)
             except Exception as error:
                 error.sequence = seq
