@@ -47,8 +47,14 @@ def _run(model: nn.Module, rows: int) -> Tensor:
     """The bytes of each token's hidden state and logits, for some tokens."""
     with next(model.parameters()).device:
         starts, tokens = torch.arange(rows + 1, dtype=torch.int32), torch.arange(rows)
-    lengths = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1, max_seqlen_k=1)
-    set_context(True, slot_mapping=torch.full_like(starts, -1), **lengths)
+    set_context(
+        True,
+        slot_mapping=torch.full_like(starts, -1),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+    )
     hidden_states = model(tokens, tokens % 16)
     both = torch.cat((hidden_states, model.compute_logits(hidden_states)), dim=1)
     reset_context()

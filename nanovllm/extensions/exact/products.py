@@ -23,12 +23,10 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     if is_on_gpu(weight):
         return product(x, weight, bias)
     # oneDNN has one order of addition for two rows and more, and another one for a single row.
-    rows = F.pad(x, (0, 0, 0, 1)) if len(x) == 1 else x
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+    inputs = F.pad(x, (0, 0, 0, 1)) if len(x) == 1 else x, weight, bias
     if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        wide = (each if each is None else each.float() for each in (rows, weight, bias))
-        return multiply(*wide, "none", [], "")[: len(x)].to(x.dtype)
-    return multiply(rows, weight, bias, "none", [], "")[: len(x)]
+        inputs = (each if each is None else each.float() for each in inputs)
+    return torch.ops.mkldnn._linear_pointwise.default(*inputs, "none", [], "")[: len(x)].to(x.dtype)
 
 
 def exact_silu_and_mul(x: Tensor) -> Tensor:

@@ -80,12 +80,11 @@ def logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor
     """
     columns = tokens.reshape(-1, 1)
     temperatures = torch.full_like(columns[:, 0], temperature, dtype=torch.float32)
-    found = Recomputed.apply(
+    return Recomputed.apply(
         lambda rows: token_logprobs(rows, columns, temperatures)[0],
         lambda rows: (rows.float() / temperature).log_softmax(1).gather(1, columns),
         logits.flatten(0, -2),
-    )
-    return found.view(tokens.shape)
+    ).view(tokens.shape)
 
 
 def _check_model(model: nn.Module) -> Any:
@@ -148,8 +147,9 @@ def forward_packed(
     options |= dict(use_cache=False, packed=Packed(positions, table, step))
     output = type(decoder).forward(decoder, input_ids[mask][None], None, positions[None], **options)
     [hidden] = output.last_hidden_state
-    padded = hidden.new_zeros(*shape, hidden.shape[1])
-    output.last_hidden_state = padded.masked_scatter(mask[..., None], hidden)
+    output.last_hidden_state = hidden.new_zeros(*shape, hidden.shape[1]).masked_scatter(
+        mask[..., None], hidden
+    )
     return output
 
 
@@ -178,8 +178,7 @@ class ExactNorm(nn.Module):
 class ExactMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         [gate_up] = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=2)
-        gated = Recomputed.apply(exact_silu_and_mul, silu_and_mul_torch, gate_up)
-        return self.down_proj(gated[None])
+        return self.down_proj(Recomputed.apply(exact_silu_and_mul, silu_and_mul_torch, gate_up)[None])
 
 
 class ExactMixture(nn.Module):
