@@ -48,22 +48,23 @@ class PartlyRotated(Decoder):
             if qkv.bias is not None:
                 move_rows(qkv.bias, rows)
             for name in {"weight", "scales", "zeros"} & qkv.matrix.parameters.keys():
-                height = 1 if name == "weight" else qkv.matrix.tile[0]
                 if not self.is_gguf:
+                    height = 1 if name == "weight" else qkv.matrix.tile[0]
                     move_rows(qkv.matrix.parameters[name], rows, height)
 
 
 def in_all_heads(order: Tensor, num_rows: int) -> Tensor:
     """Where each row comes from, if those of each head are put in this order."""
-    heads = torch.arange(0, num_rows, len(order), device="cpu")
-    return (heads[:, None] + order).flatten()
+    return (torch.arange(0, num_rows, len(order), device="cpu")[:, None] + order).flatten()
 
 
 def move_rows(param: Tensor, rows: Tensor, height: int = 1) -> None:
     """Put rows in order, or what belongs to tiles of so many. Raises ValueError if that would cut a tile."""
     tiles = rows[::height] // height
     if not torch.equal(tiles.repeat_interleave(height)[: len(rows)], rows // height):
-        reason = f"weights with a scale for {height} rows of a head cannot be rotated in part"
-        raise ValueError(f"{reason}; model_impl='transformers' can do without")
+        raise ValueError(
+            f"weights with a scale for {height} rows of a head cannot be rotated in part; "
+            "model_impl='transformers' can do without"
+        )
     values = param.data if param.dim() == 1 else param.data.view(torch.uint8)  # fp8 has no index
     values.copy_(values[tiles.to(param.device)])

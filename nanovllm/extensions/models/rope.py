@@ -57,11 +57,13 @@ def check_rope_keys(given: Fields, others: Collection[str] = ()) -> None:
     names = {str(name) for name, value in given.items() if value is not None}
     known = {*ROPE_NUMBERS, *OTHER_KEYS, *others}
     if unknown := names - known:
-        known_ones = ", ".join(sorted(known))
-        raise ValueError(f"rotary setting {shown(min(unknown))} is not known; known ones: {known_ones}")
+        raise ValueError(
+            f"rotary setting {shown(min(unknown))} is not known; known ones: {', '.join(sorted(known))}"
+        )
     if {"attn_factor", "attention_factor"} <= names:
-        both = "attn_factor, times YaRN's own, and attention_factor, in its place,"
-        raise ValueError(f"{both} exclude each other")
+        raise ValueError(
+            "attn_factor, times YaRN's own, and attention_factor, in its place, exclude each other"
+        )
     check_fixed(given, FIXED)
 
 
@@ -141,8 +143,11 @@ def scale_frequencies(settings: Fields, values: Fields) -> Fields:
     elif kind == "default":
         kind, settings = "linear", settings | {"factor": 1.0}
     # In place of a configuration, where its versions look for settings in different places.
-    spellings = {"rope_parameters": settings, "rope_scaling": settings}
-    spellings["standardize_rope_params"] = lambda: None
+    spellings = {
+        "rope_parameters": settings,
+        "rope_scaling": settings,
+        "standardize_rope_params": lambda: None,
+    }
     config = SimpleNamespace(**values | settings | spellings)
     frequencies, own_amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     # An empty band of `llama3` may have a frequency right on it.

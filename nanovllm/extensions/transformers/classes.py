@@ -28,8 +28,7 @@ def falcon(
     """A head of keys and of values lies behind the queries that attend to it, and is cached once for all."""
     qkv = module.query_key_value(hidden_states)
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)
-    heads = qkv.unflatten(-1, (kv_heads, -1, module.head_dim))
-    parts = heads.tensor_split((-2, -1), dim=3)
+    parts = qkv.unflatten(-1, (kv_heads, -1, module.head_dim)).tensor_split((-2, -1), dim=3)
     query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in parts)
     if module.slopes is None:
         query, key = note_rotation(query, key, *position_embeddings)

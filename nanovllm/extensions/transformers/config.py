@@ -155,8 +155,7 @@ def _context_limit(config: Any) -> int:
     name, default = CONTEXT_LIMITS.get(config.model_type, ("max_position_embeddings", None))
     limit = getattr(config, name, default)
     check_size(limit, name)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if others := kinds - KINDS_OF_LAYERS:
+    if others := set(getattr(config, "layer_types", None) or ()) - KINDS_OF_LAYERS:
         raise ValueError(f"layer_types {sorted(others)} are not supported, only {sorted(KINDS_OF_LAYERS)}")
     # Where a longer sequence turns all its keys by other angles, the cache could not keep them.
     for settings in _rope_parameters(config):

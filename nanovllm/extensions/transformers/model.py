@@ -59,8 +59,7 @@ class TransformersForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions int64 [tokens] -> hidden states [tokens, hidden_size]."""
         tokens = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        out = self.lm_head.base(**tokens, attention_mask=self.no_mask, use_cache=False)
-        return out.last_hidden_state[0]
+        return self.lm_head.base(**tokens, attention_mask=self.no_mask, use_cache=False).last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """-> logits [sequences, vocab_size]."""
@@ -109,8 +108,9 @@ def without_memory() -> RemovableHandle:
     thread = threading.get_ident()
 
     def on_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
-        is_ours = threading.get_ident() == thread
-        return nn.Parameter(param.detach().to("meta"), requires_grad=False) if is_ours else None
+        if threading.get_ident() != thread:
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
     return register_module_parameter_registration_hook(on_meta)
 

@@ -68,8 +68,7 @@ def attend(
         q, k, v = attention.rotate_and_store(rotation.positions, qkv, rotation, None, None)
     else:
         q, k, v = attention.store(q.contiguous(), k.contiguous(), v.contiguous())
-    out = attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim)
-    return out[..., :value_dim], None
+    return attention(q, k, v).view(1, num_tokens, num_heads, attention.head_dim)[..., :value_dim], None
 
 
 def make_attention(
