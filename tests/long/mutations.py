@@ -1704,7 +1704,7 @@ MUTATIONS = [
     ),
     *mutations_of(
         "nanovllm/extensions/cpu/decode",
-        (", attn.k_cache.numel(), *", ", attn.k_cache.numel() // 2, *"),
+        (", k_cache.numel(), *", ", k_cache.numel() // 2, *"),
         ("else linear.bias[rows]", "else linear.bias[: run.shape[0]]"),
         ("            start = rows.stop", "            start = start"),
         ("== HALF and run.is_symmetric", "== HALF"),

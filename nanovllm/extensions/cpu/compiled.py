@@ -46,9 +46,6 @@ class Step(NamedTuple):
     eps: float
     scale: float
     cache: np.ndarray  # uint16, the bits of bfloat16: [2, layers, blocks, block_size, kv_heads, head_dim]
-    qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim]
-    attended: np.ndarray  # [rows, heads, head_dim]
-    gates: np.ndarray  # [rows, 2 * width]
 
 
 @compiled
@@ -216,9 +213,8 @@ def wait(threads):
 
 @compiled
 def run_layers(arguments, thread, threads):
-    step, x, positions, slots, lengths, tables = arguments
-    (rows, hidden), width, kv_heads = x.shape, step.gates.shape[1] // 2, step.cache.shape[4]
-    qkv, attended, gates = step.qkv[:rows], step.attended[:rows], step.gates[:rows]
+    step, x, positions, slots, lengths, tables, qkv, attended, gates = arguments
+    (rows, hidden), width, kv_heads = x.shape, gates.shape[1] // 2, step.cache.shape[4]
     heads, dim = attended.shape[1:]
     flat_qkv, normed = qkv.reshape(rows, -1), np.empty(hidden, f32)
     inputs = make_inputs(rows, max(hidden, heads * dim, width))
@@ -274,7 +270,11 @@ def run_head(arguments, thread, threads):
 
 @entry
 def decode_step(arguments, threads):
-    """x [rows, hidden] becomes hidden states; of (step, x, positions, slots, lengths, tables)."""
+    """
+    x [rows, hidden] becomes hidden states; of (step, x, positions, slots, lengths, tables) and what threads
+    share: qkv [rows, heads + 2 * kv_heads, head_dim], attended [rows, heads, head_dim], gates [rows, 2 *
+    width].
+    """
     if threads == 1:
         run_layers(arguments, 0, 1)
     else:

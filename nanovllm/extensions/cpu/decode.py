@@ -122,7 +122,6 @@ class CompiledStep:
         self.num_threads = torch.get_num_threads() if has_openmp() else 1
         self.packed: list[Tensor] = []  # whose addresses the step has
         self.weights = self._weights(model.model)
-        self.step: Any = None
         weight = self.head.weight.to_dense() if self.head.weight.is_mkldnn else self.head.weight
         self.packed_head = quantise(weight[: self.head.vocab_end - self.head.vocab_start])
         self.run_model, self.run_head = model.forward, model.lm_head.logits
@@ -157,38 +156,35 @@ class CompiledStep:
             start = rows.stop
         return parts
 
-    def _make_step(self) -> Any:
-        """The step of the engine's KV cache."""
-        attn, weights = self.attention, self.weights
-        layers = len(weights["norms"])
-        sizes = 2, layers, *attn.k_cache.shape
-        strides = [layers * attn.k_cache.numel(), attn.k_cache.numel(), *attn.k_cache.stride()]
-        cache = attn.k_cache.as_strided(sizes, strides, 0).view(torch.uint16).numpy()  # see kv_cache.py
-        heads, dim = attn.num_heads, attn.head_dim
-        return self.functions.Step(
-            **weights,
-            cache=cache,
-            qkv=_empty(MAX_ROWS, heads + 2 * attn.num_kv_heads, dim),
-            attended=_empty(MAX_ROWS, heads, dim),
-            gates=_empty(MAX_ROWS, 2 * self.width),
-        )
+    @functools.cached_property
+    def step(self) -> Any:
+        """With the engine's KV cache, which there is when the first step is run."""
+        layers, k_cache = len(self.weights["norms"]), self.attention.k_cache
+        sizes = 2, layers, *k_cache.shape
+        strides = [layers * k_cache.numel(), k_cache.numel(), *k_cache.stride()]
+        cache = k_cache.as_strided(sizes, strides, 0).view(torch.uint16).numpy()  # see kv_cache.py
+        return self.functions.Step(**self.weights, cache=cache)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """As the model's."""
         step = get_context()
         if step.is_prefill or not 0 < len(input_ids) <= self.max_rows:
             return self.run_model(input_ids, positions)
-        if self.step is None:
-            self.step = self._make_step()
         hidden_states = self.embed_tokens(input_ids)
-        x = hidden_states.float().numpy()
+        x, attn = hidden_states.float().numpy(), self.attention
         inputs = positions, step.slot_mapping, step.context_lens, step.block_tables
-        self.functions.decode_step((self.step, x, *(each.numpy() for each in inputs)), self.num_threads)
+        shared = (
+            _empty(len(x), attn.num_heads + 2 * attn.num_kv_heads, attn.head_dim),
+            _empty(len(x), attn.num_heads, attn.head_dim),
+            _empty(len(x), 2 * self.width),
+        )
+        arguments = self.step, x, *(each.numpy() for each in inputs), *shared
+        self.functions.decode_step(arguments, self.num_threads)
         return torch.from_numpy(x).to(hidden_states.dtype)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """As the head's."""
-        if self.step is None or get_context().is_prefill or not 0 < len(hidden_states) <= self.max_rows:
+        if get_context().is_prefill or not 0 < len(hidden_states) <= self.max_rows:
             return self.run_head(hidden_states)
         logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
         head = np.array([[self.packed_head.data_ptr(), BYTES, 0, len(self.packed_head)]])
