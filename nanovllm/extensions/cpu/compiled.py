@@ -15,6 +15,7 @@ from numba import njit
 from nanovllm.extensions.cpu.packing import BYTES, GROUP, HALF, LANES, NIBBLES
 from nanovllm.extensions.cpu.vectors import (
     DIGIT_BITS,
+    HAS_DOT,
     add_bytes,
     add_halves,
     add_nibbles,
@@ -24,13 +25,11 @@ from nanovllm.extensions.cpu.vectors import (
     on_threads,
     store,
 )
-from nanovllm.extensions.cpu.vectors import (
-    HAS_DOT as HAS_DOT,
-)
 
 f32, i32 = np.float32, np.int32
 LARGEST = 127 << DIGIT_BITS  # of an input's codes
 QKV, OUT, GATE_UP, DOWN = range(4)
+MAX_ROWS = 8 if HAS_DOT else 1  # of a step; torch is faster with more
 compiled = njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 entry = njit(cache=True, nogil=True)
 

@@ -25,7 +25,6 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
 from nanovllm.utils.context import get_context
 
-MAX_ROWS = 8
 OPENMP = "GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads"  # GNU's
 
 
@@ -85,8 +84,8 @@ def _kind_of(run: Any) -> int | None:
 @functools.cache
 def load_functions() -> Any:
     """
-    The module of compiled functions, and how many threads they may have. They are kept in the user's cache,
-    in a folder for this version of their source, of which Numba itself would see one file alone.
+    The module of compiled functions. They are kept in the user's cache, in a folder for this version of their
+    source, of which Numba itself would see one file alone.
     """
     import numba
     from llvmlite import binding
@@ -115,7 +114,7 @@ class CompiledStep:
 
     def __init__(self, model: nn.Module):
         self.functions = load_functions()
-        self.max_rows = MAX_ROWS if self.functions.HAS_DOT else 1
+        self.max_rows = self.functions.MAX_ROWS
         self.embed_tokens, self.head = model.model.embed_tokens, model.lm_head
         self.attention = model.model.layers[0].self_attn.attn
         self.width = model.model.layers[0].mlp.down_proj.matrix.shape[1]

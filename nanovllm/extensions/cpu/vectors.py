@@ -46,8 +46,7 @@ def same(number: int) -> ir.Constant:
 
 
 def read(b: ir.IRBuilder, address: Any, offset: int, kind: ir.Type) -> Any:
-    where = b.add(address, address.type(offset))
-    return b.load(b.inttoptr(where, kind.as_pointer()), align=1)
+    return b.load(b.inttoptr(b.add(address, address.type(offset)), kind.as_pointer()), align=1)
 
 
 def external(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
