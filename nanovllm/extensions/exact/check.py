@@ -40,8 +40,9 @@ def differences(model: str, num_seqs: int, max_tokens: int, temperature: float, 
     found = []
     for begin in range(0, num_seqs, ROWS):
         padded = pad_sequence(texts[begin : begin + ROWS], True, -1, "left").to(config.device)
-        options = {"attention_mask": padded >= 0, "logits_to_keep": max_tokens + 1}
-        logits = trainer(input_ids=padded.clamp(0), **options).logits
+        logits = trainer(
+            input_ids=padded.clamp(0), attention_mask=padded >= 0, logits_to_keep=max_tokens + 1
+        ).logits
         found.append(logprobs(logits[:, :-1], padded[:, -max_tokens:], temperature).cpu())
     told = [[logprob.logprob for place in each.logprobs for logprob in place.values()] for each in results]
     return torch.cat(found) - torch.tensor(told)

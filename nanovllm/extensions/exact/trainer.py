@@ -214,7 +214,7 @@ class ExactAttention(nn.Module):
         heads = [project(hidden_states[0]).unflatten(1, (-1, self.head_dim)) for project in projections]
         norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
         weights = [norm.weight for norm in norms if norm]
-        exact, plain = (partial(each, packed, norms) for each in (self.exact, self.plain))
+        exact, plain = partial(self.exact, packed, norms), partial(self.plain, packed)
         return self.o_proj(Recomputed.apply(exact, plain, *heads, *weights)[None]), None
 
     def exact(
@@ -235,12 +235,10 @@ class ExactAttention(nn.Module):
         finally:
             reset_context()
 
-    def plain(
-        self, packed: Packed, norms: list[Any], q: Tensor, k: Tensor, v: Tensor, *weights: Tensor
-    ) -> Tensor:
+    def plain(self, packed: Packed, q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
         if weights:
             q, k = (
-                rms_norm_torch(x, weight, norms[0].eps) for x, weight in zip((q, k), weights, strict=True)
+                rms_norm_torch(x, weight, self.q_norm.eps) for x, weight in zip((q, k), weights, strict=True)
             )
         q, k = packed.rotary_emb(packed.positions, q, k)
         attended = []
