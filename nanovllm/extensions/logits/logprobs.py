@@ -48,8 +48,7 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
     padded = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
     blocks = padded.unflatten(1, (-1, BLOCK))
     best = _largest(blocks.amax(2), count).sort(1).values  # these blocks have all of them
-    within = torch.arange(BLOCK, device=best.device)
-    candidates = (best[:, :, None] * BLOCK + within).flatten(1)
+    candidates = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=best.device)).flatten(1)
     return candidates.gather(1, _largest(padded.gather(1, candidates), count))
 
 

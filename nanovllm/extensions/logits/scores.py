@@ -27,9 +27,6 @@ class Scores:
     found: list[TokenLogprobs] = field(default_factory=list)  # of targets[first:]
     seq_id: int | None = None  # of the first completion
 
-    def __post_init__(self) -> None:
-        self.restart()
-
     @property
     def is_open(self) -> bool:
         """Whether there is anything left to be scored."""
@@ -38,6 +35,8 @@ class Scores:
     def restart(self) -> None:
         """Whatever steps were in flight, they will not bring scores."""
         self.num_scored = self.first + len(self.found)  # or about to be, by a step in flight
+
+    __post_init__ = restart
 
 
 # The tokens that a prefill step scores, int64 [2, scored]: where in the batch the token before each stands,

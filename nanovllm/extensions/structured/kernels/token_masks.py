@@ -36,8 +36,7 @@ def apply_masks(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -
 def apply_masks_torch(logits: Tensor, index: Tensor, bits: Tensor, vocab_start: int) -> None:
     (rows,) = (index[: len(logits)] >= 0).nonzero(as_tuple=True)
     tokens = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    words = bits[index[rows].long()][:, tokens // 32]
-    is_banned = (words >> (tokens % 32)) & 1 == 0
+    is_banned = (bits[index[rows].long()][:, tokens // 32] >> (tokens % 32)) & 1 == 0
     logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
