@@ -70,8 +70,8 @@ def _matrices(layer: nn.Module) -> list[LinearBase]:
 def _is_packed(linear: LinearBase) -> bool:
     """Whether it is runs of codes whose order is known, and which there is a kind of blocks for."""
     runs = getattr(linear.matrix, "runs", ())
-    are_codes = linear.group.size == 1 and runs and all(hasattr(run, "groups") for run in runs)
-    return bool(are_codes) and None not in map(_kind_of, runs)
+    are_codes = linear.group.size == 1 and bool(runs) and all(hasattr(run, "groups") for run in runs)
+    return are_codes and None not in map(_kind_of, runs)
 
 
 def _kind_of(run: Any) -> int | None:
@@ -122,7 +122,7 @@ class CompiledStep:
         self.packed: list[Tensor] = []  # whose addresses the step has
         self.weights = self._weights(model.model)
         weight = self.head.weight.to_dense() if self.head.weight.is_mkldnn else self.head.weight
-        self.packed_head = quantise(weight[: self.head.vocab_end - self.head.vocab_start])
+        self.packed_head = quantise(weight)
         self.run_model, self.run_head = model.forward, model.lm_head.logits
         model.forward, model.lm_head.logits = self.forward, self.logits
 
@@ -188,8 +188,7 @@ class CompiledStep:
         logits = _empty(len(hidden_states), len(self.packed_head) * LANES)
         head = np.array([[self.packed_head.data_ptr(), BYTES, 0, len(self.packed_head)]])
         self.functions.compute_logits((head, hidden_states.float().numpy(), logits), self.num_threads)
-        num_rows = self.head.vocab_end - self.head.vocab_start
-        return torch.from_numpy(logits)[:, :num_rows].to(hidden_states.dtype)
+        return torch.from_numpy(logits)[:, : self.head.num_embeddings].to(hidden_states.dtype)
 
 
 def _empty(*shape: int) -> np.ndarray:
