@@ -1033,7 +1033,7 @@ MUTATIONS = [
     *mutations_of(
         "nanovllm/extensions/startup/short_prefills",
         (".fill_(-1)[:count]", "[:count]"),
-        (".fill_(len(tokens[0]))[:ends]", "[:ends]"),
+        (".fill_(kind[0])[:ends]", "[:ends]"),
         (".copy_(step.cu_seqlens_k[-1])[:ends]", "[:ends]"),
         ("        if step.block_tables is not None:\n", "        if False:\n"),
         ("if n >= count)", "if n > count)"),
@@ -1044,10 +1044,7 @@ MUTATIONS = [
         ("if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)", "if False"),
         ("            self.has_failed = True\n", "            pass\n"),
         ("        self.recorded.clear()\n", "        pass\n"),
-        (
-            "copy_context().run(runner.graphs.capture, lambda: compute, False)",
-            "runner.graphs.capture(lambda: compute, False)",
-        ),
+        ("copy_context().run(capture, ", "capture("),
     ),
     *mutations_of(
         "nanovllm/extensions/startup/record_ahead",

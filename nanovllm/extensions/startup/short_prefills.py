@@ -20,7 +20,6 @@ NUM_TOKENS = 64, *range(128, 1025, 128)
 MAX_SEQUENCES = 16  # the last of which is padding
 
 Kind = tuple[int, bool]  # how many tokens, and whether keys come from the cache
-Recording = tuple[Tensor, dict[str, Any], Step]  # token ids and positions, the context, what replays it
 
 
 class ShortPrefills(Observer):
@@ -30,15 +29,21 @@ class ShortPrefills(Observer):
     """
 
     def __init__(self) -> None:
-        self.recorded: dict[Kind, Recording] = {}
+        self.recorded: dict[Kind, Step] = {}
         self.modules: list[nn.Module] = []  # the model first
         self.has_failed = False
 
     def started(self, engine: Any) -> None:
         self._engine = engine
-        model = engine.model_runner.model
-        self.modules = [*model.modules()]
-        model.forward = self.forward
+        runner = engine.model_runner
+        self.modules = [*runner.model.modules()]
+        runner.model.forward = self.forward
+        # What graphs read.
+        new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
+        self.tokens = new(2, NUM_TOKENS[-1], dtype=torch.int64)  # ids and positions
+        self.slots = new(NUM_TOKENS[-1])
+        self.starts_q, self.starts_k = new(2, MAX_SEQUENCES + 1)
+        self.tables = new(MAX_SEQUENCES, runner.slots.inputs.block_tables.shape[1])
 
     def stop(self) -> None:
         self.recorded.clear()
@@ -52,24 +57,21 @@ class ShortPrefills(Observer):
             return self._compute(input_ids, positions)
         try:
             if kind not in self.recorded:
-                self.recorded[kind] = self._record(kind)
+                capture = self._engine.model_runner.graphs.capture
+                # In a context of its own: the step's stays as it is.
+                self.recorded[kind] = copy_context().run(capture, lambda: partial(self._padded, kind), False)
         except Exception:  # too little memory, say
             self.has_failed = True
             return self._compute(input_ids, positions)
-        tokens, its, replay = self.recorded[kind]
-        tokens[0, :count].copy_(input_ids)
-        tokens[1, :count].copy_(positions)
-        its["slot_mapping"].fill_(-1)[:count].copy_(step.slot_mapping)
+        self.tokens[0, :count].copy_(input_ids)
+        self.tokens[1, :count].copy_(positions)
+        self.slots.fill_(-1)[:count].copy_(step.slot_mapping)
         ends = len(step.cu_seqlens_q)
-        its["cu_seqlens_q"].fill_(len(tokens[0]))[:ends].copy_(step.cu_seqlens_q)
-        its["cu_seqlens_k"].copy_(step.cu_seqlens_k[-1])[:ends].copy_(step.cu_seqlens_k)
+        self.starts_q.fill_(kind[0])[:ends].copy_(step.cu_seqlens_q)
+        self.starts_k.copy_(step.cu_seqlens_k[-1])[:ends].copy_(step.cu_seqlens_k)
         if step.block_tables is not None:
-            its["block_tables"][: ends - 1].copy_(step.block_tables)
-        return replay()()[:count]
-
-    def _compute(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        model = self.modules[0]
-        return type(model).forward(model, input_ids, positions)
+            self.tables[: ends - 1].copy_(step.block_tables)
+        return self.recorded[kind]()()[:count]
 
     def _kind_of(self, step: Context, count: int) -> Kind | None:
         """Of the graph for this step. None: it has to run eagerly."""
@@ -81,23 +83,20 @@ class ShortPrefills(Observer):
             return None  # somebody wants to see the step
         return next(n for n in NUM_TOKENS if n >= count), step.block_tables is not None
 
-    def _record(self, kind: Kind) -> Recording:
+    def _padded(self, kind: Kind) -> Tensor:
+        """What is recorded."""
         num_tokens, is_cached = kind
-        runner = self._engine.model_runner
-        new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
-        tokens = new(2, num_tokens, dtype=torch.int64)
-        its = dict(
-            cu_seqlens_q=new(MAX_SEQUENCES + 1),
-            cu_seqlens_k=new(MAX_SEQUENCES + 1),
+        set_context(
+            True,
+            cu_seqlens_q=self.starts_q,
+            cu_seqlens_k=self.starts_k,
             max_seqlen_q=num_tokens,
-            max_seqlen_k=runner.config.max_model_len,
-            slot_mapping=new(num_tokens),
-            block_tables=new(MAX_SEQUENCES, runner.slots.inputs.block_tables.shape[1]) if is_cached else None,
+            max_seqlen_k=self._engine.config.max_model_len,
+            slot_mapping=self.slots[:num_tokens],
+            block_tables=self.tables if is_cached else None,
         )
+        return self._compute(*self.tokens[:, :num_tokens])
 
-        def compute() -> Tensor:
-            set_context(True, **its)
-            return self._compute(*tokens)
-
-        # The step's own context stays as it is.
-        return tokens, its, copy_context().run(runner.graphs.capture, lambda: compute, False)
+    def _compute(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        model = self.modules[0]
+        return type(model).forward(model, input_ids, positions)
