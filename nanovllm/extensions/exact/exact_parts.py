@@ -107,7 +107,8 @@ def exact_layout(layout: CacheLayout) -> CacheLayout:
     rotate, store_hooks = layout.rotate, layout.store_hooks
 
     def rotate_alone(q: Tensor, k: Tensor) -> list[Tensor]:
-        return [*map(torch.cat, zip(*map(rotate, q.split(1), k.split(1)), strict=True))]
+        tokens = map(rotate, q.split(1), k.split(1))
+        return [torch.cat(each) for each in zip(*tokens, strict=True)]
 
     layout.rotate = rotate_alone
     layout.store_hooks = lambda cache, head_dim, _: store_hooks(cache, head_dim, True)

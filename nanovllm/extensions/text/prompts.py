@@ -28,9 +28,13 @@ Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
 
 
 class TextInputProcessor(InputProcessor):
-    served = InputProcessor.served.union(
-        "n stop include_stop_str_in_output skip_special_tokens detokenize".split()
-    )
+    served = InputProcessor.served | {
+        "n",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "detokenize",
+    }
 
     def read_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""

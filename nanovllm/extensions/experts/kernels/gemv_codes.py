@@ -25,6 +25,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
     INT4,
     QuantisedWeight,
+    load_grids,
 )
 from nanovllm.kernels.runtime import (
     masked_load,
@@ -218,8 +219,6 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     HEIGHT rows of each piece's expert: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
     [PIECES, HEIGHT, 1].
     """
-    _, scales, zeros, offsets = weight
-    shifts = offsets if zeros is None else zeros  # a weight never has both
     line = tile * SIZES.HEIGHT + tl.arange(0, SIZES.HEIGHT)[None, :, None]
     inside = is_piece & (line < SIZES.PARTS * SIZES.OUT_FEATURES)
     row = row_in_turn(line, SIZES.OUT_FEATURES, SIZES.PARTS)
@@ -230,8 +229,5 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     if ROWS == 1:
         place = row // TILE_ROWS * GROUPS
     place += its_scales
-    scale = masked_load(scales + place, inside)
-    zero = scale
-    if shifts is not None:
-        zero = masked_load(shifts + place, inside)
+    scale, zero = load_grids(weight, place, inside)
     return found, scale, zero

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.extensions.quantised.kernels.fp8_linear import LARGEST_CODE, SMALLEST_SCALE
-from nanovllm.extensions.quantised.kernels.grouped_codes import in_order, rows_in_halves
+from nanovllm.extensions.quantised.kernels.grouped_codes import in_order, rows_in_halves, swizzle_e4m3
 from nanovllm.extensions.quantised.kernels.grouped_gemm import GroupedProduct, Tile, find_tile, store_tile
 from nanovllm.extensions.quantised.kernels.quantised_weight import (
     BRICK_ROWS,
@@ -148,9 +148,7 @@ def _grouped_mxfp4_kernel(
         exponent = scale.to(tl.int32) - its_largest
         exponent = tl.broadcast_to(exponent[:, :, :, None], [read.shape[0], read.shape[1], 4, 16])
         first, second = _e2m1_to_e4m3(found, tl.reshape(exponent, found.shape))
-        # As in grouped_codes.py, this is how the matrix unit wants rows and inputs distributed.
-        values = tl.reshape(tl.join(first, second), [read.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
-        values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, 128])
+        values = swizzle_e4m3(first, second, SIZES)
         acc = tl.dot(values, x_tile, acc)
         if NUMBERS == 2 and not WIDE:
             acc = tl.dot(values, masked_load(its_x + step * X_STEP + 128, is_x[None, :]), acc)

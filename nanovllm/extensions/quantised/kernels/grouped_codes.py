@@ -18,10 +18,7 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     Tile,
     fewer_stages,
     find_tile,
-    parts_of_sums,
-    store_part,
-    store_tile,
-    sum_of_parts,
+    store_sums,
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.nf4 import look_up
@@ -32,6 +29,7 @@ from nanovllm.extensions.quantised.kernels.quantised_weight import (
     MXFP4,
     NF4,
     QuantisedWeight,
+    load_grids,
     scale_pair,
 )
 from nanovllm.extensions.quantised.kernels.to_numbers import (
@@ -128,7 +126,6 @@ def _grouped_codes_kernel(
     if expert == SIZES.EXPERTS:
         return
     codes, scales, zeros, offsets = weight
-    shifts = offsets if zeros is None else zeros  # a weight never has both
     PER_BYTE: tl.constexpr = 2 if KIND >= INT4 else 1  # codes
     STEP: tl.constexpr = SIZES.BLOCK_K  # inputs that are multiplied at once
     CHUNKS: tl.constexpr = STEP // (BYTES * PER_BYTE)
@@ -137,8 +134,9 @@ def _grouped_codes_kernel(
     STEPS: tl.constexpr = (SIZES.IN_FEATURES + STEP * SIZES.SPLITS - 1) // (STEP * SIZES.SPLITS)
     begin = tl.program_id(1) * (STEPS * STEP)
     GROUPS: tl.constexpr = (SIZES.IN_FEATURES + GROUP - 1) // GROUP if GROUP > 0 else 1  # of a row
+    IS_SHIFTED: tl.constexpr = zeros is not None or offsets is not None
     # One scale for all inputs of a step is applied to its sums.
-    SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and shifts is None and PER_BYTE == 1
+    SCALES_SUMS: tl.constexpr = GROUP > 0 and GROUP % STEP == 0 and PER_BYTE == 1 and not IS_SHIFTED
     SCALES_CODES: tl.constexpr = GROUP > 0 and not SCALES_SUMS
 
     row, is_row, read, is_read = rows_in_halves(expert, block, SIZES)
@@ -164,7 +162,7 @@ def _grouped_codes_kernel(
         sums_scales = row // TILE_ROWS * GROUPS
         next_scale = masked_load(scales + sums_scales + begin // GROUP, is_row)
     if SCALES_CODES:
-        next_scale, next_shift = load_grids(scales, shifts, grid_row, is_read, begin + piece, GROUP, SIZES)
+        next_scale, next_shift = grids_at(weight, grid_row, is_read, begin + piece, GROUP, SIZES)
 
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     # How often the loop runs is known, or the compiler would let the matrix unit wait for each product.
@@ -199,7 +197,7 @@ def _grouped_codes_kernel(
             elif offsets is not None:
                 offset = _expand(next_shift.to(low.dtype))
             column = start + STEP + piece
-            next_scale, next_shift = load_grids(scales, shifts, grid_row, is_read, column, GROUP, SIZES)
+            next_scale, next_shift = grids_at(weight, grid_row, is_read, column, GROUP, SIZES)
         low = _to_number(low, scale, zero, offset, KIND == INT4 or zeros is not None, SCALES_CODES)
         low = _swizzle(low, SIZES)
         if SCALES_SUMS:
@@ -214,14 +212,9 @@ def _grouped_codes_kernel(
             acc = tl.dot(_swizzle(high, SIZES), high_x.to(low.dtype), acc, input_precision="ieee")
     if not SCALES_SUMS:
         acc = in_order(acc)
-    if SIZES.SPLITS > 1:
-        its_sums, is_sum, size = parts_of_sums(row, is_row, tile, operands, tokens, SIZES)
-        if store_part(acc, its_sums, is_sum, size, operands) < SIZES.SPLITS - 1:
-            return
-        acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
     if GROUP == 0:
         acc *= masked_load(scales + row // TILE_ROWS, is_row).to(tl.float32)[:, None]
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
+    store_sums(acc, row, is_row, tile, operands, tokens, SIZES, False)
 
 
 @triton.jit
@@ -255,14 +248,9 @@ def rows_at(expert, block, half, place, SIZES):
 
 
 @triton.jit
-def load_grids(scales, shifts, row, is_row, column, GROUP, SIZES):
-    """The scales of these inputs, and their zeros or offsets if there are any."""
-    place, is_there = row + column // GROUP, is_row & (column < SIZES.IN_FEATURES)
-    scale = masked_load(scales + place, is_there)
-    shift = scale
-    if shifts is not None:
-        shift = masked_load(shifts + place, is_there)
-    return scale, shift
+def grids_at(weight, row, is_row, column, GROUP, SIZES):
+    """The scales of these inputs, and their zeros or offsets."""
+    return load_grids(weight, row + column // GROUP, is_row & (column < SIZES.IN_FEATURES))
 
 
 @triton.jit
@@ -304,6 +292,16 @@ def _swizzle(codes, SIZES):
     CHUNKS: tl.constexpr = codes.shape[0]
     codes = tl.reshape(codes, [CHUNKS, codes.shape[1] // 2, 2, SIZES.WARPS, 8, 4, 8, 2])
     return tl.reshape(tl.permute(codes, [1, 3, 2, 4, 0, 6, 5, 7]), [SIZES.BLOCK_N, CHUNKS * BYTES])
+
+
+@triton.jit
+def swizzle_e4m3(first, second, SIZES):
+    """
+    The same for numbers in e4m3, made of codes as they are read, [rows that a thread has, rows, bytes]: each
+    four bytes have become four numbers of either.
+    """
+    values = tl.reshape(tl.join(first, second), [first.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
+    return tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, 2 * first.shape[2]])
 
 
 @triton.jit

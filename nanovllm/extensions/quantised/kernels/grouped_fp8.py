@@ -13,11 +13,8 @@ from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     Tile,
     fewer_stages,
     find_tile,
-    parts_of_sums,
     rows_in_turn,
-    store_part,
-    store_tile,
-    sum_of_parts,
+    store_sums,
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import QuantisedWeight
@@ -147,9 +144,4 @@ def _grouped_fp8_kernel(
     if GROUP == 0:
         scale = masked_load(its_scales, is_row).to(tl.float32)
         acc *= scale[:, None] * masked_load(x_scales + token, is_real)[None, :]
-    if SIZES.SPLITS > 1:
-        its_sums, is_sum, size = parts_of_sums(row, is_row, tile, operands, tokens, SIZES)
-        if store_part(acc, its_sums, is_sum, size, operands) < SIZES.SPLITS - 1:
-            return
-        acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, True)
+    store_sums(acc, row, is_row, tile, operands, tokens, SIZES, True)

@@ -194,32 +194,26 @@ def rows_in_turn(first, block, SIZES):
 
 
 @triton.jit
-def parts_of_sums(row, is_row, tile, operands, tokens, SIZES):
+def store_sums(acc, row, is_row, tile, operands, tokens, SIZES, IN_TURN):
     """
-    Where the sums of the programs that share a tile's inputs stand, [BLOCK_N, BLOCK_M]: addresses of the
-    first one's, which sums exist, and how far those of the next are.
+    `store_tile` for sums [BLOCK_N, BLOCK_M]. Where several programs share a tile's inputs each stores its
+    own, and the last one adds them up.
     """
-    _, _, assignment, is_real = tile
-    its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
-    return its_sums, is_row[:, None] & is_real[None, :], tokens.to(tl.int64) * SIZES.OUT_WIDTH
-
-
-@triton.jit
-def store_part(acc, its_sums, is_sum, size, operands):
-    """Store a program's sums. -> how many have stored theirs before."""
-    tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
-    tl.debug_barrier()
-    return tl.atomic_add(operands.counters + tl.program_id(0), 1, sem="acq_rel")
-
-
-@triton.jit
-def sum_of_parts(its_sums, is_sum, size, operands, SIZES):
-    """What all have stored, for the last one."""
-    tl.store(operands.counters + tl.program_id(0), 0)
-    acc = tl.zeros(its_sums.shape, tl.float32)
-    for split in range(SIZES.SPLITS):
-        acc += masked_load(its_sums + split * size, is_sum)
-    return acc
+    if SIZES.SPLITS > 1:
+        _, _, assignment, is_real = tile
+        its_sums = operands.partial + assignment[None, :] * SIZES.OUT_WIDTH + row[:, None]
+        is_sum = is_row[:, None] & is_real[None, :]
+        size = tokens.to(tl.int64) * SIZES.OUT_WIDTH  # of a program's
+        tl.store(its_sums + tl.program_id(1) * size, acc, mask=is_sum)
+        tl.debug_barrier()
+        arrivals = operands.counters + tl.program_id(0)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") < SIZES.SPLITS - 1:
+            return
+        tl.store(arrivals, 0)
+        acc = tl.zeros(its_sums.shape, tl.float32)
+        for split in range(SIZES.SPLITS):
+            acc += masked_load(its_sums + split * size, is_sum)
+    store_tile(acc, row, is_row, tile, operands, SIZES, 0, IN_TURN)
 
 
 @triton.jit

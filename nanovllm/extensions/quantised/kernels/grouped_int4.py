@@ -11,19 +11,17 @@ from torch import Tensor
 from nanovllm.extensions.quantised.kernels.fp8_linear import GROUP, QuantisedRows, quantise
 from nanovllm.extensions.quantised.kernels.gpu import gpu_supports
 from nanovllm.extensions.quantised.kernels.grouped_codes import (
+    grids_at,
     in_order,
-    load_grids,
     rows_at,
     rows_in_halves,
+    swizzle_e4m3,
 )
 from nanovllm.extensions.quantised.kernels.grouped_gemm import (
     GroupedProduct,
     Tile,
     find_tile,
-    parts_of_sums,
-    store_part,
-    store_tile,
-    sum_of_parts,
+    store_sums,
     with_splits,
 )
 from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, QuantisedWeight, dequantise
@@ -81,7 +79,7 @@ def linear_tile(rows: int, weight: QuantisedWeight, device: torch.device) -> Til
 def multiply_int4(x: Tensor | QuantisedRows, weight: QuantisedWeight, product: GroupedProduct) -> None:
     """With x as `quantise` permutes it, or to be quantised."""
     x = x if isinstance(x, QuantisedRows) else quantise(x, 0, weight.codes_per_byte)
-    inputs = x.codes, x.scales, x.sums, len(x.codes), weight.tensors(torch.uint8)[:3]
+    inputs = x.codes, x.scales, x.sums, len(x.codes), weight.tensors(torch.uint8)
     constants = {"GROUP": weight.group or weight.shape[1], "ZERO_POINT": weight.zero_point}
     product.launch(_grouped_int4_kernel, weight, inputs, constants)
 
@@ -105,7 +103,7 @@ def _grouped_int4_kernel(
     block, expert, assignment, is_real = tile
     if expert == SIZES.EXPERTS:
         return
-    codes, scales, zeros = weight
+    codes, _, zeros, _ = weight
     token = assignment // SIZES.TOP_K
     STEP: tl.constexpr = SIZES.BLOCK_K
     STEPS: tl.constexpr = SIZES.IN_FEATURES // (STEP * SIZES.SPLITS)
@@ -121,7 +119,7 @@ def _grouped_int4_kernel(
 
     # The first input of a step; all rows have the same, but grids are read with a tensor.
     column = tl.zeros([1], tl.int32) + begin * STEP
-    next_scale, next_zero = load_grids(scales, zeros, grid_row, is_swizzled, column, GROUP, SIZES)
+    next_scale, next_zero = grids_at(weight, grid_row, is_swizzled, column, GROUP, SIZES)
     acc = tl.full([SIZES.BLOCK_N, SIZES.BLOCK_M], 0.0, tl.float32)
     for i in tl.range(0, STEPS, num_stages=SIZES.STAGES):
         step = begin + i
@@ -130,21 +128,14 @@ def _grouped_int4_kernel(
         # Scales are asked for a step ahead, as in grouped_codes.py.
         scale, zero = next_scale.to(tl.float32), next_zero.to(tl.float32)
         column += STEP
-        next_scale, next_zero = load_grids(scales, zeros, grid_row, is_swizzled, column, GROUP, SIZES)
+        next_scale, next_zero = grids_at(weight, grid_row, is_swizzled, column, GROUP, SIZES)
         x_sum = tl.load(x_sums + step * padded_rows)
         low, high = _halves_as_e4m3(found)
-        # As in grouped_codes.py, this is how the matrix unit wants rows and inputs distributed.
-        values = tl.reshape(tl.join(low, high), [read.shape[0] // 2, 2, SIZES.WARPS, 8, 4, 4, 4, 2])
-        values = tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 7, 4, 6]), [SIZES.BLOCK_N, STEP])
+        values = swizzle_e4m3(low, high, SIZES)
         taken_off = x_sum[None, :] * ((ZERO_POINT if zeros is None else zero[:, None]) * UNIT)
         acc += (tl.dot(values, x_tile) - taken_off) * scale[:, None]
     acc = in_order(acc) * (masked_load(x_scales + token, is_real)[None, :] / UNIT)
-    if SIZES.SPLITS > 1:
-        its_sums, is_sum, size = parts_of_sums(row, is_row, tile, operands, tokens, SIZES)
-        if store_part(acc, its_sums, is_sum, size, operands) < SIZES.SPLITS - 1:
-            return
-        acc = sum_of_parts(its_sums, is_sum, size, operands, SIZES)
-    store_tile(acc, row, is_row, tile, operands, SIZES, 0, False)
+    store_sums(acc, row, is_row, tile, operands, tokens, SIZES, False)
 
 
 @triton.jit

@@ -21,7 +21,12 @@ from nanovllm.extensions.quantised.kernels.multiply_words import (
     prepare_inputs,
     widen,
 )
-from nanovllm.extensions.quantised.kernels.quantised_weight import INT4, PIECE_BYTES, QuantisedWeight
+from nanovllm.extensions.quantised.kernels.quantised_weight import (
+    INT4,
+    PIECE_BYTES,
+    QuantisedWeight,
+    load_grids,
+)
 from nanovllm.kernels import activation
 from nanovllm.kernels.activation import silu
 from nanovllm.kernels.runtime import (
@@ -210,23 +215,18 @@ def _load_tile(
     HEIGHT rows of the weight: words [PIECES, HEIGHT, 1, 4], and scales and zeros, or offsets,
     [PIECES or 1, HEIGHT, 1].
     """
-    words, scales, zeros, offsets = weight
-    shifts = offsets if zeros is None else zeros  # a weight never has both
     INPUTS: tl.constexpr = 32 if KIND >= INT4 else 16
     place = tile * HEIGHT + tl.arange(0, HEIGHT)
     out_feature = row_in_turn(place, out_features // PARTS, PARTS)[None, :, None]
     piece = tl.arange(0, PIECES)[:, None, None]
     is_real = (place < out_features)[None, :, None]
     is_there = is_real & (piece < IN_FEATURES // INPUTS)
-    address = words + out_feature.to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
+    address = weight[0] + out_feature.to(tl.int64) * (IN_FEATURES // INPUTS * 4) + piece * 4
     address = address[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
     found = masked_load(address, is_there[:, :, :, None])
     place = (out_feature // TILE_ROWS).to(tl.int64)
     if GROUP > 0:
         place = place * tl.cdiv(IN_FEATURES, GROUP) + piece * INPUTS // GROUP
         is_real = is_there
-    scale = masked_load(scales + place, is_real)
-    zero = scale
-    if shifts is not None:
-        zero = masked_load(shifts + place, is_real)
+    scale, zero = load_grids(weight, place, is_real)
     return found, scale, zero

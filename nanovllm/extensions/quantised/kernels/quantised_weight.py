@@ -203,6 +203,18 @@ def code_to_float(words, shift, KIND):
 
 
 @triton.jit
+def load_grids(weight, place, is_there):
+    """The scales at these places, and their zeros or offsets if there are any: a weight never has both."""
+    _, scales, zeros, offsets = weight
+    shifts = offsets if zeros is None else zeros
+    scale = masked_load(scales + place, is_there)
+    shift = scale
+    if shifts is not None:
+        shift = masked_load(shifts + place, is_there)
+    return scale, shift
+
+
+@triton.jit
 def scale_pair(words):
     """The scales of a piece's low and high halves: bfloat16, or of words of 64 bits float32."""
     if words.dtype == tl.int32:
