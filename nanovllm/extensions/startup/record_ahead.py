@@ -20,13 +20,13 @@ def observers(config: Config, make_group: Callable[[int], Group]) -> list[Observ
     Who compiles kernels ahead; and who records graphs ahead and of prefills, on one GPU and where nobody's
     own parts run between the engine's steps.
     """
-    compiling = CompileAhead(config, make_group)
-    is_alone = config.tensor_parallel_size == 1 and not config.extensions
-    if not is_alone or config.device == "cpu":
-        return [compiling]
-    # A model of transformers may do in Python what a graph would leave out.
-    recording = [RecordAhead(), ShortPrefills()] if config.hf_config.architectures else [RecordAhead()]
-    return [compiling, *recording]
+    found: list[Observer] = [CompileAhead(config, make_group)]
+    if config.device == "cpu" or config.tensor_parallel_size > 1 or config.extensions:
+        return found
+    found.append(RecordAhead())
+    if config.hf_config.architectures:  # transformers' models may do in Python what a graph would leave out
+        found.append(ShortPrefills())
+    return found
 
 
 class RecordAhead(Observer):

@@ -14,30 +14,34 @@ from torch import Tensor, nn
 
 from nanovllm.engine.cuda_graphs import Step
 from nanovllm.engine.interfaces import Observer
+from nanovllm.engine.memory import bytes_left
 from nanovllm.utils.context import Context, get_context, set_context
 
 NUM_TOKENS = 64, *range(128, 1025, 128)
 MAX_SEQUENCES = 16  # the last of which is padding
+SPARE_BYTES = 1 << 30  # that the engine must leave of the card: graphs take some of what eager steps do not
 
 Kind = tuple[int, bool]  # how many tokens, and whether keys come from the cache
 
 
 class ShortPrefills(Observer):
     """
-    Takes the place of the model's `forward` when the engine is ready. If recording fails it stops, and
-    prefills run eagerly.
+    Takes the place of the model's `forward` when the engine is ready. Where there is little memory to spare,
+    or recording fails, prefills run eagerly.
     """
 
     def __init__(self) -> None:
         self.recorded: dict[Kind, Step] = {}
         self.modules: list[nn.Module] = []  # the model first
-        self.has_failed = False
+        self.is_off = False
 
     def started(self, engine: Any) -> None:
         self._engine = engine
         runner = engine.model_runner
         self.modules = [*runner.model.modules()]
         runner.model.forward = self.forward
+        share = engine.config.gpu_memory_utilization
+        self.is_off = bytes_left(runner.device, 1.0) - bytes_left(runner.device, share) < SPARE_BYTES
         # What graphs read.
         new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
         self.tokens = new(2, NUM_TOKENS[-1], dtype=torch.int64)  # ids and positions
@@ -61,21 +65,20 @@ class ShortPrefills(Observer):
                 # In a context of its own: the step's stays as it is.
                 self.recorded[kind] = copy_context().run(capture, lambda: partial(self._padded, kind), False)
         except Exception:  # too little memory, say
-            self.has_failed = True
+            self.is_off = True
             return self._compute(input_ids, positions)
-        self.tokens[0, :count].copy_(input_ids)
-        self.tokens[1, :count].copy_(positions)
-        self.slots.fill_(-1)[:count].copy_(step.slot_mapping)
+        self.tokens[:, :count] = torch.stack((input_ids, positions))
+        self.slots.fill_(-1)[:count] = step.slot_mapping
         ends = len(step.cu_seqlens_q)
-        self.starts_q.fill_(kind[0])[:ends].copy_(step.cu_seqlens_q)
-        self.starts_k.copy_(step.cu_seqlens_k[-1])[:ends].copy_(step.cu_seqlens_k)
+        self.starts_q.fill_(kind[0])[:ends] = step.cu_seqlens_q
+        self.starts_k.copy_(step.cu_seqlens_k[-1])[:ends] = step.cu_seqlens_k
         if step.block_tables is not None:
-            self.tables[: ends - 1].copy_(step.block_tables)
+            self.tables[: ends - 1] = step.block_tables
         return self.recorded[kind]()()[:count]
 
     def _kind_of(self, step: Context, count: int) -> Kind | None:
         """Of the graph for this step. None: it has to run eagerly."""
-        if not step.is_prefill or self.has_failed or self._engine.model_runner.graphs is None:
+        if not step.is_prefill or self.is_off or self._engine.model_runner.graphs is None:
             return None
         if count > NUM_TOKENS[-1] or len(step.cu_seqlens_q) > MAX_SEQUENCES:
             return None

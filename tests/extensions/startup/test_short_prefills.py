@@ -6,6 +6,7 @@ import pytest
 import recorded_graphs
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.extensions.startup import short_prefills
 from nanovllm.extensions.startup.short_prefills import ShortPrefills
 from tiny_checkpoints import EXACT, make_checkpoint
 
@@ -46,11 +47,17 @@ def llm(folder, monkeypatch):
         yield made
 
 
-@pytest.fixture
-def prefills(llm) -> ShortPrefills:
+def watch(llm, monkeypatch, num_bytes: float) -> ShortPrefills:
+    """On a card that has so many bytes."""
+    monkeypatch.setattr(short_prefills, "bytes_left", lambda _, share: int(share * num_bytes))
     observer = ShortPrefills()
     observer.started(llm)
     return observer
+
+
+@pytest.fixture
+def prefills(llm, monkeypatch) -> ShortPrefills:
+    return watch(llm, monkeypatch, 20e9)
 
 
 def test_recorded_prefills_tell_the_same(llm, prefills, expected):
@@ -84,7 +91,13 @@ def test_where_recording_fails_prefills_run_eagerly(llm, prefills, expected, mon
 
     monkeypatch.setattr(llm.model_runner.graphs, "capture", fail)
     assert tokens_of_all(llm) == expected
-    assert prefills.has_failed and not prefills.recorded
+    assert prefills.is_off and not prefills.recorded
+
+
+def test_where_little_memory_is_left_prefills_run_eagerly(llm, expected, monkeypatch):
+    prefills = watch(llm, monkeypatch, 10e9)
+    assert tokens_of_all(llm) == expected
+    assert not prefills.recorded
 
 
 @pytest.mark.gpu

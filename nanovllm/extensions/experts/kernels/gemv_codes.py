@@ -229,5 +229,4 @@ def _load_rows(its_words, weight, its_scales, is_piece, tile, GROUPS, TILE_ROWS,
     if ROWS == 1:
         place = row // TILE_ROWS * GROUPS
     place += its_scales
-    scale, zero = load_grids(weight, place, inside)
-    return found, scale, zero
+    return (found,) + load_grids(weight, place, inside)

@@ -228,5 +228,4 @@ def _load_tile(
     if GROUP > 0:
         place = place * tl.cdiv(IN_FEATURES, GROUP) + piece * INPUTS // GROUP
         is_real = is_there
-    scale, zero = load_grids(weight, place, is_real)
-    return found, scale, zero
+    return (found,) + load_grids(weight, place, is_real)
