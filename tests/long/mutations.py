@@ -1031,6 +1031,9 @@ MUTATIONS = [
         ("x = stream.normalised() if squares", "x = stream.residual() if squares"),
     ),
     *mutations_of(
+        "nanovllm/extensions/text/stop_texts", ("if seq in self.texts and (stop :=", "if (stop :=")
+    ),
+    *mutations_of(
         "nanovllm/extensions/startup/short_prefills",
         (".fill_(-1)[:count]", "[:count]"),
         (".fill_(kind[0])[:ends]", "[:ends]"),

@@ -138,8 +138,15 @@ def _settle_callees(function: Any) -> None:
 
 def _fingerprint(properties: Any, rank: int, config: Config) -> str:
     """A key of all that decides which kernels there are."""
-    names = ["kvcache_block_size", "max_num_seqs", "tensor_parallel_size", "attention_backend"]
-    names += ["enable_prefix_caching", "quantization", "exact"]
+    names = [
+        "kvcache_block_size",
+        "max_num_seqs",
+        "tensor_parallel_size",
+        "attention_backend",
+        "enable_prefix_caching",
+        "quantization",
+        "exact",
+    ]
     options = [config.torch_dtype, config.kv_cache_torch_dtype, *(getattr(config, name) for name in names)]
     facts = torch.__version__, triton.__version__, properties, rank, options, vars(config.hf_config)
     digest = hashlib.sha256(repr(facts).encode())

@@ -23,7 +23,8 @@ class StopTexts(Observer):
         """A token that a step in flight draws for a stopped sequence is thrown away."""
         for seq in [seq for seq in self.texts if seq in step.drawing]:
             try:
-                if (stop := self.texts[seq].find_stop()) is not None:
+                # An observer may end others when it hears of an end.
+                if seq in self.texts and (stop := self.texts[seq].find_stop()) is not None:
                     self.engine.end(seq, "stop", stop)
             except Exception as error:
                 error.sequence = seq

@@ -177,6 +177,19 @@ def test_the_stop_text_that_comes_first_is_the_one_that_counts(llm, says):
     assert result["stop_reason"] == "z" and result["text"] == "One, "
 
 
+def test_what_an_observer_ends_when_it_hears_of_another_end_is_not_ended_again():
+    ended, observer = [], StopTexts()
+
+    def end(seq, *_):
+        ended.append(seq)
+        observer.cleared()
+
+    observer.started(SimpleNamespace(end=end))
+    observer.texts = {name: SimpleNamespace(find_stop=lambda: "stop") for name in ("a", "b")}
+    observer.after_step(SimpleNamespace(drawing={"a": 1, "b": 1}))
+    assert ended == ["a"]
+
+
 @pytest.mark.parametrize(
     "stop, winner",
     [

@@ -95,8 +95,9 @@ def _look_up_and_multiply(numbers: list[float], high: str) -> str:
 
 
 # Low halves of bytes 0 and 2, and of bytes 1 and 3; then the high halves.
-MULTIPLY_ALL = map(_move_and_multiply, (0, 8, 4, 12), ("$a", "$b", "$c", "$d"))
-MULTIPLY_MXFP4 = _for_each_word("".join(MULTIPLY_ALL)) + _end("sum")
+MULTIPLY_MXFP4 = _for_each_word(
+    "".join(map(_move_and_multiply, (0, 8, 4, 12), ("$a", "$b", "$c", "$d")))
+) + _end("sum")
 MULTIPLY_NF4 = _for_each_word(_look_up_and_multiply(NUMBERS, "sum")) + _end("sum")
 MULTIPLY_FP4 = _for_each_word(_look_up_and_multiply(FP4_NUMBERS, "more"), 2) + _end("sum", "more")
 BY_KIND = MULTIPLY_FP8, MULTIPLY_INT8, MULTIPLY_INT4, MULTIPLY_MXFP4, MULTIPLY_NF4, MULTIPLY_FP4
