@@ -50,7 +50,7 @@ EDGES_LEFT = 0
 
 # Tokens of code that Python's tokenizer counts, without comments, docstrings, line ends and indents: the
 # plan's bounds, and what is reached so far, which is to fall.
-PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 171_953
+PACKAGE_TOKENS, PACKAGE_REACHED = 142_000, 171_951
 TOOLS = "bench lab timeline exact rollout server states".split()  # do not count for the package
 BENCH_TOKENS = 6_000
 CORE_TOKENS, CORE_REACHED = 36_000, 35_941

@@ -18,7 +18,7 @@ from nanovllm.engine.memory import bytes_left
 from nanovllm.utils.context import Context, get_context, set_context
 
 NUM_TOKENS = 64, *range(128, 1025, 128)
-MAX_SEQUENCES = 16  # the last of which is padding
+NUM_BOUNDS = 16  # of sequences: where each begins, and where the last one, which is padding, ends
 SPARE_BYTES = 1 << 30  # that the engine must leave of the card: graphs take some of what eager steps do not
 
 Kind = tuple[int, bool]  # how many tokens, and whether keys come from the cache
@@ -42,12 +42,12 @@ class ShortPrefills(Observer):
         runner.model.forward = self.forward
         share = engine.config.gpu_memory_utilization
         self.is_off = bytes_left(runner.device, 1.0) - bytes_left(runner.device, share) < SPARE_BYTES
-        # What graphs read.
+        # What graphs read. It is aligned as in other steps, or there would be more kernels to compile.
         new = partial(torch.zeros, dtype=torch.int32, device=runner.device)
         self.tokens = new(2, NUM_TOKENS[-1], dtype=torch.int64)  # ids and positions
         self.slots = new(NUM_TOKENS[-1])
-        self.starts_q, self.starts_k = new(2, MAX_SEQUENCES + 1)
-        self.tables = new(MAX_SEQUENCES, runner.slots.inputs.block_tables.shape[1])
+        self.bounds_q, self.bounds_k = new(2, NUM_BOUNDS)
+        self.tables = new(NUM_BOUNDS, runner.slots.inputs.block_tables.shape[1])
 
     def stop(self) -> None:
         self.recorded.clear()
@@ -69,18 +69,18 @@ class ShortPrefills(Observer):
             return self._compute(input_ids, positions)
         self.tokens[:, :count] = torch.stack((input_ids, positions))
         self.slots.fill_(-1)[:count] = step.slot_mapping
-        ends = len(step.cu_seqlens_q)
-        self.starts_q.fill_(kind[0])[:ends] = step.cu_seqlens_q
-        self.starts_k.copy_(step.cu_seqlens_k[-1])[:ends] = step.cu_seqlens_k
+        known = len(step.cu_seqlens_q)
+        self.bounds_q.fill_(kind[0])[:known] = step.cu_seqlens_q
+        self.bounds_k.copy_(step.cu_seqlens_k[-1])[:known] = step.cu_seqlens_k
         if step.block_tables is not None:
-            self.tables[: ends - 1] = step.block_tables
+            self.tables[: known - 1] = step.block_tables
         return self.recorded[kind]()()[:count]
 
     def _kind_of(self, step: Context, count: int) -> Kind | None:
         """Of the graph for this step. None: it has to run eagerly."""
         if not step.is_prefill or self.is_off or self._engine.model_runner.graphs is None:
             return None
-        if count > NUM_TOKENS[-1] or len(step.cu_seqlens_q) > MAX_SEQUENCES:
+        if count > NUM_TOKENS[-1] or len(step.cu_seqlens_q) >= NUM_BOUNDS:
             return None
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
             return None  # somebody wants to see the step
@@ -91,8 +91,8 @@ class ShortPrefills(Observer):
         num_tokens, is_cached = kind
         set_context(
             True,
-            cu_seqlens_q=self.starts_q,
-            cu_seqlens_k=self.starts_k,
+            cu_seqlens_q=self.bounds_q,
+            cu_seqlens_k=self.bounds_k,
             max_seqlen_q=num_tokens,
             max_seqlen_k=self._engine.config.max_model_len,
             slot_mapping=self.slots[:num_tokens],

@@ -12,9 +12,9 @@ from tiny_checkpoints import EXACT, make_checkpoint
 
 pick = random.Random(1)
 # Lengths of prompts: alone and together, up to the sizes that there are and beyond.
-BATCHES = [[pick.randrange(1, 40) for _ in range(count)] for count in (1, 3, 1, 15, 17)]
+BATCHES = [[pick.randrange(1, 40) for _ in range(count)] for count in (1, 3, 1, 14, 16)]
 BATCHES += [[64], [65], [200, 25], [300, 300, 300, 124], [300, 300, 300, 150], [64]]
-BATCHES += [[25] * 15, [190, 190], [20]]  # a graph replayed with fewer sequences, and with fewer tokens
+BATCHES += [[25] * 14, [190, 190], [20]]  # a graph replayed with fewer sequences, and with fewer tokens
 first = iter(range(256))  # no two begin alike
 PROMPTS = [[[next(first), *pick.choices(range(256), k=n - 1)] for n in lengths] for lengths in BATCHES]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -69,6 +69,13 @@ def test_recorded_prefills_tell_the_same(llm, prefills, expected):
     assert len(llm.model_runner.graphs.graphs) == num_graphs
     prefills.stop()
     assert not prefills.recorded
+
+
+def test_graphs_need_no_kernels_of_their_own(prefills):
+    """Triton compiles another one for an address that is no multiple of 16 bytes."""
+    bounds = prefills.bounds_q, prefills.bounds_k
+    for tensor in (*prefills.tokens, prefills.slots, *bounds, prefills.tables):
+        assert tensor.data_ptr() % 16 == 0
 
 
 def test_hooks_are_called_in_all_prefills(llm, prefills, expected):
