@@ -833,7 +833,7 @@ MUTATIONS = [
             "expert, assignment = tl.full([], 0, tl.int32), tile * SIZES.BLOCK_M + member",
             "expert, assignment = tl.full([], 0, tl.int32), member",
         ),
-        ("        tl.store(arrivals, 0)", "    pass"),
+        ("        tl.store(arrivals, 0)", "        pass"),
     ),
     *mutations_of(
         "nanovllm/extensions/quantised/kernels/grouped_int4",
