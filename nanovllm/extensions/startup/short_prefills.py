@@ -19,7 +19,9 @@ from nanovllm.utils.context import Context, get_context, set_context
 
 NUM_TOKENS = 64, *range(128, 1025, 128)
 NUM_BOUNDS = 16  # of sequences: where each begins, and where the last one, which is padding, ends
-SPARE_BYTES = 1 << 30  # that the engine must leave of the card: graphs take some of what eager steps do not
+# Graphs keep memory of their own, which the engine has not counted when it made the KV cache. So it must have
+# left that much of the card free.
+SPARE_BYTES = 1 << 30
 
 Kind = tuple[int, bool]  # how many tokens, and whether keys come from the cache
 
@@ -62,7 +64,7 @@ class ShortPrefills(Observer):
         try:
             if kind not in self.recorded:
                 capture = self._engine.model_runner.graphs.capture
-                # In a context of its own: the step's stays as it is.
+                # `_padded` sets a context of its own; the step's is still needed for its logits.
                 self.recorded[kind] = copy_context().run(capture, lambda: partial(self._padded, kind), False)
         except Exception:  # too little memory, say
             self.is_off = True
@@ -87,7 +89,7 @@ class ShortPrefills(Observer):
         return next(n for n in NUM_TOKENS if n >= count), step.block_tables is not None
 
     def _padded(self, kind: Kind) -> Tensor:
-        """What is recorded."""
+        """The forward pass that is recorded: of the tensors that `forward` fills for each step."""
         num_tokens, is_cached = kind
         set_context(
             True,
